@@ -1,0 +1,15 @@
+"""The command `mini-deepinfer generate`."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+
+def add_parser(subparsers: Any) -> None:
+    """Register the command."""
+    subparsers.add_parser("generate", help="not built yet").set_defaults(run=_run)
+
+
+def _run(args: argparse.Namespace) -> int:
+    raise NotImplementedError

@@ -1,0 +1,46 @@
+"""The command `mini-deepinfer`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from minideepinfer.errors import MiniDeepInferError
+
+COMMANDS = ("generate", "ops", "checkpoint", "config", "verify")
+"""Modules of `minideepinfer.cli`; each has `add_parser(subparsers)`, which sets `run=function(args) -> exit code`."""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all commands; importing them imports nothing heavy."""
+    parser = argparse.ArgumentParser(prog="mini-deepinfer", description="A plugin-based engine for DeepSeek-V4.1.")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name in COMMANDS:
+        importlib.import_module(f"minideepinfer.cli.{name}").add_parser(subparsers)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Returns:
+        0 done, 1 failed (message on stderr), 2 wrong usage, 130 interrupted.
+    """
+    try:
+        args = build_parser().parse_args(argv)
+    except SystemExit as stop:  # argparse has printed its message
+        return int(stop.code or 0)
+    try:
+        return int(args.run(args))
+    except MiniDeepInferError as error:
+        print(f"mini-deepinfer: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("mini-deepinfer: interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -18,7 +18,8 @@ class LayerSchedule:
         compress_ratio: tokens per global entry; 0 = window only. Ratio 1 *is* a global path.
         kv_source: block whose global entries it reads, None if window only.
         index_source: block whose selection it uses, None if window only.
-        is_candidate_source: it publishes candidate blocks.
+        is_candidate_source: it publishes candidate blocks; the first layer of the decoder.
+        behind_candidate_source: it comes after that one.
         uses_candidates: it selects among candidate blocks only.
         engram_index: which Engram table it injects, None if none.
     """
@@ -28,6 +29,7 @@ class LayerSchedule:
     kv_source: int | None
     index_source: int | None
     is_candidate_source: bool
+    behind_candidate_source: bool
     uses_candidates: bool
     engram_index: int | None
 
@@ -65,6 +67,7 @@ def layer_schedule(config: TextConfig) -> tuple[LayerSchedule, ...]:
                 kv_source=_latest(config.kv_source_layer_ids, layer_id) if ratio else None,
                 index_source=index_source,
                 is_candidate_source=layer_id == config.candidate_source_layer_id,
+                behind_candidate_source=layer_id > config.candidate_source_layer_id,
                 uses_candidates=index_source == layer_id and layer_id > config.candidate_source_layer_id,
                 engram_index=engram.get(layer_id),
             )

@@ -1,0 +1,163 @@
+"""One attention layer: projections, window and global entries, selection, output (spec 3.4 to 3.8)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from minideepinfer.cache.kv_cache import KVCache
+from minideepinfer.config import LayerSchedule, TextConfig
+from minideepinfer.model.compressor import Compressor
+from minideepinfer.model.linear import linear, quantized_linear, rms_norm
+from minideepinfer.model.rope import RotaryTable, apply_rope
+from minideepinfer.model.rows import Rows
+from minideepinfer.model.step import Step
+from minideepinfer.model.weights import AttentionWeights
+from minideepinfer.operators import AttentionOperator, IndexerOperator, Phase
+from minideepinfer.quantization import qdq_fp8, qdq_mxfp4
+
+
+class AttentionLayer:
+    """CSA2 of one block: Full, Reindex, Reuse or window only, as the schedule says."""
+
+    def __init__(
+        self,
+        layer: LayerSchedule,
+        weights: AttentionWeights,
+        config: TextConfig,
+        cache: KVCache,
+        attention: Mapping[Phase, AttentionOperator],
+        indexer: Mapping[Phase, IndexerOperator],
+        *,
+        quantize_kv: bool,
+        activation_quantization: str,
+    ) -> None:
+        self.layer = layer
+        self.weights = weights
+        self.config = config
+        self.cache = cache
+        self.attention = attention
+        self.indexer = indexer
+        self.quantize_kv = quantize_kv
+        self.activation_quantization = activation_quantization
+        self.rope = RotaryTable.for_ratio(config, layer.compress_ratio, weights.wq_a.device)
+        self.compressor = (
+            Compressor(layer, weights.compressor, config, self.rope, quantize_kv) if weights.compressor else None
+        )
+        self.name = f"layers.{layer.layer_id}"
+
+    def window_entries(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """This step's window entries `[T, head_dim]`, as the cache holds them."""
+        kv = quantized_linear(x, self.weights.wkv, self.activation_quantization)
+        kv = apply_rope(rms_norm(kv, self.weights.kv_norm, self.config.rms_norm_eps), cos, sin)
+        return qdq_fp8(kv) if self.quantize_kv else kv
+
+    def publish(self, x: Tensor, rows: Rows, step: Step) -> None:
+        """Store the global entries and index keys of these rows; nothing on layers that own none."""
+        if self.compressor is None:
+            return
+        with step.clock.stage("projections"):
+            main, keys, entries = self.compressor.publish(x, rows, self.cache)
+        self._record(step, "attn.compressed_kv", main, entries.request_ids)
+        self._record(step, "index.keys", keys, entries.request_ids)
+
+    def write_window(self, x: Tensor, rows: Rows) -> None:
+        """Compute and store the window entries of rows that do not run this layer."""
+        self.cache.write_window(self.layer.layer_id, self.window_entries(x, *self.rope.cos_sin(rows.positions)), rows)
+
+    def forward(self, x: Tensor, rows: Rows, step: Step) -> Tensor:
+        """Attend; global entries of these rows must have been published.
+
+        Args:
+            x: `[T, H]`, the normalised input.
+            rows: the rows.
+            step: carries selection and candidates from layer to layer.
+
+        Returns:
+            `[T, H]`.
+        """
+        weights, eps = self.weights, self.config.rms_norm_eps
+        with step.clock.stage("projections"):
+            cos, sin = self.rope.cos_sin(rows.positions)
+            qr = rms_norm(quantized_linear(x, weights.wq_a, self.activation_quantization), weights.q_norm, eps)
+            q = quantized_linear(qr, weights.wq_b, self.activation_quantization)
+            q = apply_rope(q.unflatten(-1, (-1, self.config.head_dim)), cos, sin)
+            window = self.window_entries(x, cos, sin)
+        self._record(step, "attn.window_kv", window, rows.request_ids)
+        if self.layer.is_index_source:
+            self._select(x, qr, cos, sin, rows, step)
+        with step.clock.stage("attention"):
+            heads = self._attend(q, window, cos, sin, rows, step)
+            self.cache.write_window(self.layer.layer_id, window, rows)
+        with step.clock.stage("projections"):
+            output = self._project(heads)
+        self._record(step, "attn.out", output, rows.request_ids)
+        return output
+
+    def _attend(self, q: Tensor, window: Tensor, cos: Tensor, sin: Tensor, rows: Rows, step: Step) -> Tensor:
+        source = self.layer.kv_source
+        outputs = []
+        for index, (batch, *parts) in enumerate(
+            zip(rows.batches, *(rows.split(t) for t in (q, window, cos, sin)), strict=True)
+        ):
+            operator = self.attention[batch.phase]
+            outputs.append(
+                operator.run(
+                    q=parts[0],
+                    window_new=parts[1],
+                    window_ring=self.cache.window[self.layer.layer_id],
+                    global_kv=None if source is None else self.cache.main[source],
+                    selection=None if source is None else step.selection[index],
+                    sink=self.weights.sink,
+                    cos=parts[2],
+                    sin=parts[3],
+                    scale=self.config.head_dim**-0.5,
+                    metadata=step.prepared(operator, batch),
+                )
+            )
+        return torch.cat(outputs) if outputs else torch.empty_like(q)
+
+    def _select(self, x: Tensor, qr: Tensor, cos: Tensor, sin: Tensor, rows: Rows, step: Step) -> None:
+        """Run the indexer and leave its selection (and candidates) in the step."""
+        weights, config = self.weights.indexer, self.config
+        assert weights is not None and self.layer.kv_source is not None
+        with step.clock.stage("projections"):
+            q = quantized_linear(qr, weights.wq_b, self.activation_quantization)
+            q = apply_rope(q.unflatten(-1, (-1, config.index_head_dim)), cos, sin)
+            q = qdq_mxfp4(q) if self.quantize_kv else q
+            scale = config.index_head_dim**-0.5 * config.index_n_heads**-0.5
+            head_weights = (linear(x, weights.weights_proj).float() * scale).to(x.dtype)
+        self._record(step, "index.query", q, rows.request_ids)
+        self._record(step, "index.head_weights", head_weights, rows.request_ids)
+        with step.clock.stage("indexer"):
+            outputs = []
+            for index, (batch, q_part, w_part) in enumerate(
+                zip(rows.batches, rows.split(q), rows.split(head_weights), strict=True)
+            ):
+                operator = self.indexer[batch.phase]
+                candidates = step.candidates[index] if self.layer.uses_candidates else None
+                keys = self.cache.index_keys[self.layer.kv_source]
+                outputs.append(operator.run(q_part, w_part, keys, candidates, step.prepared(operator, batch)))
+        step.selection = [output.selection for output in outputs]
+        self._record_all(step, "index.topk", [s.indices for s in step.selection], rows)
+        step.selection = step.forced.selection.get(self.layer.layer_id, step.selection)
+        if self.layer.is_candidate_source:
+            step.candidates = [output.candidates for output in outputs if output.candidates is not None]
+            self._record_all(step, "index.candidates", step.candidates, rows)
+            step.candidates = step.forced.candidates.get(self.layer.layer_id, step.candidates)
+
+    def _project(self, heads: Tensor) -> Tensor:
+        """Grouped output projection (spec 3.8); `wo_a` never has quantised inputs."""
+        groups = heads.unflatten(1, (self.config.o_groups, -1)).flatten(2)
+        low = torch.einsum("tgd,grd->tgr", groups, self.weights.wo_a)
+        return quantized_linear(low.flatten(1), self.weights.wo_b, self.activation_quantization)
+
+    def _record(self, step: Step, name: str, value: Tensor, request_ids: Tensor) -> None:
+        if step.recorder.wants(f"{self.name}.{name}"):
+            step.recorder.record(f"{self.name}.{name}", value, request_ids)
+
+    def _record_all(self, step: Step, name: str, parts: list[Tensor], rows: Rows) -> None:
+        if parts:
+            self._record(step, name, torch.cat(parts), rows.request_ids)

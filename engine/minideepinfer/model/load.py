@@ -1,0 +1,126 @@
+"""Reading the text model's weights from a checkpoint, block by block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from minideepinfer.checkpoint import Checkpoint
+from minideepinfer.config import EngramConfig, LayerSchedule
+from minideepinfer.model.weights import (
+    AttentionWeights,
+    CompressorWeights,
+    EngramWeights,
+    HyperConnectionWeights,
+    IndexerWeights,
+    LayerWeights,
+    ModelWeights,
+)
+from minideepinfer.operators import MoeWeights, SharedExpert
+
+
+class WeightLoader:
+    """Turns tensors of the release into the form of `minideepinfer.model.weights`."""
+
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, engram: EngramConfig) -> None:
+        self.checkpoint = checkpoint
+        self.config = checkpoint.config.text_config
+        self.dtype = dtype
+        self.device = device
+        self.engram = engram
+
+    def load(self, progress: Callable[[int, int], None] = lambda done, total: None) -> ModelWeights:
+        """Read everything the text model needs.
+
+        Args:
+            progress: called with blocks done and blocks in all.
+
+        Raises:
+            CheckpointError: a tensor is damaged; nothing is kept.
+        """
+        embed = self._stored("embed.weight")
+        layers = []
+        for layer in self.config.layers:
+            progress(layer.layer_id, self.config.num_hidden_layers)
+            layers.append(self._layer(layer))
+        progress(self.config.num_hidden_layers, self.config.num_hidden_layers)
+        return ModelWeights(embed, self._float("head.weight"), self._float("norm.weight"), tuple(layers))
+
+    def _stored(self, name: str) -> Tensor:
+        return self.checkpoint.tensor(name).to(self.device)
+
+    def _float(self, name: str) -> Tensor:
+        return self._stored(name).float()
+
+    def _matrix(self, name: str) -> Tensor:
+        return self._stored(name).to(self.dtype)
+
+    def _dense(self, name: str) -> Tensor:
+        return self.checkpoint.dense(name, self.dtype, self.device)
+
+    def _layer(self, layer: LayerSchedule) -> LayerWeights:
+        prefix = f"layers.{layer.layer_id}"
+        return LayerWeights(
+            attn_norm=self._float(f"{prefix}.attn_norm.weight"),
+            ffn_norm=self._float(f"{prefix}.ffn_norm.weight"),
+            hc_attn=self._hyper_connection(f"{prefix}.hc_attn"),
+            hc_ffn=self._hyper_connection(f"{prefix}.hc_ffn"),
+            attention=self._attention(f"{prefix}.attn", layer),
+            moe=self._moe(f"{prefix}.ffn"),
+            engram=None if layer.engram_index is None else self._engram(f"{prefix}.engram"),
+        )
+
+    def _hyper_connection(self, prefix: str) -> HyperConnectionWeights:
+        return HyperConnectionWeights(*(self._float(f"{prefix}_{part}") for part in ("fn", "base", "scale")))
+
+    def _attention(self, prefix: str, layer: LayerSchedule) -> AttentionWeights:
+        wo_a = self._dense(f"{prefix}.wo_a")
+        return AttentionWeights(
+            wq_a=self._dense(f"{prefix}.wq_a"),
+            q_norm=self._float(f"{prefix}.q_norm.weight"),
+            wq_b=self._dense(f"{prefix}.wq_b"),
+            wkv=self._dense(f"{prefix}.wkv"),
+            kv_norm=self._float(f"{prefix}.kv_norm.weight"),
+            sink=self._float(f"{prefix}.attn_sink"),
+            wo_a=wo_a.unflatten(0, (self.config.o_groups, self.config.o_lora_rank)),
+            wo_b=self._dense(f"{prefix}.wo_b"),
+            compressor=self._compressor(prefix, layer) if layer.is_kv_source else None,
+            indexer=self._indexer(f"{prefix}.indexer") if layer.is_index_source else None,
+        )
+
+    def _compressor(self, prefix: str, layer: LayerSchedule) -> CompressorWeights:
+        pools = layer.compress_ratio > 1  # then products and gate are float32 (spec 2.3)
+        read = self._float if pools else self._matrix
+        return CompressorWeights(
+            wkv=read(f"{prefix}.compressor.wkv.weight"),
+            wgate=self._float(f"{prefix}.compressor.wgate.weight") if pools else None,
+            norm=self._float(f"{prefix}.compressor.norm.weight"),
+            wk=self._matrix(f"{prefix}.indexer.wk.weight"),
+            k_norm=self._float(f"{prefix}.indexer.k_norm.weight"),
+        )
+
+    def _indexer(self, prefix: str) -> IndexerWeights:
+        return IndexerWeights(self._dense(f"{prefix}.wq_b"), self._matrix(f"{prefix}.weights_proj.weight"))
+
+    def _moe(self, prefix: str) -> MoeWeights:
+        shared = f"{prefix}.shared_experts"
+        return MoeWeights(
+            gate=self._stored(f"{prefix}.gate.weight"),
+            gate_bias=self._float(f"{prefix}.gate.bias"),
+            experts=self.checkpoint.experts(f"{prefix}.experts", range(self.config.n_routed_experts), self.device),
+            shared=SharedExpert(self._dense(f"{shared}.w1"), self._dense(f"{shared}.w3"), self._dense(f"{shared}.w2"))
+            if self.config.n_shared_experts
+            else None,
+        )
+
+    def _engram(self, prefix: str) -> EngramWeights:
+        place = self.engram.placement
+        return EngramWeights(
+            table=self.checkpoint.row_table(f"{prefix}.embed.weight", place, self.device),
+            table_scale=self.checkpoint.row_table(f"{prefix}.embed.scale", place, self.device),
+            wkv=self._dense(f"{prefix}.wkv"),
+            q_weight=self._float(f"{prefix}.q_weight"),
+            k_weight=self._float(f"{prefix}.k_weight"),
+        )

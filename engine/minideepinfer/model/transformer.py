@@ -1,0 +1,70 @@
+"""The text model: embedding, blocks, final collapse and head (spec 3.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from minideepinfer.config import TextConfig
+from minideepinfer.model.block import Block
+from minideepinfer.model.hyper_connections import collapse
+from minideepinfer.model.linear import rms_norm
+from minideepinfer.model.step import Step
+from minideepinfer.model.weights import ModelWeights
+
+
+class TextModel:
+    """The forward pass over packed rows."""
+
+    def __init__(self, config: TextConfig, weights: ModelWeights, blocks: Sequence[Block], dtype: torch.dtype) -> None:
+        self.config = config
+        self.weights = weights
+        self.blocks = tuple(blocks)
+        self.dtype = dtype
+
+    def embed(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Four equal streams `[T, S, H]` of a token's embedding, and the first `pre` `[T, S]`, one-hot on stream 0."""
+        num_streams = self.config.hc_mult
+        embedded = self.weights.embed[token_ids].to(self.dtype)
+        pre = torch.zeros(len(token_ids), num_streams, device=token_ids.device)
+        pre[:, 0] = 1.0
+        return embedded.unsqueeze(1).repeat(1, num_streams, 1), pre
+
+    def forward(self, step: Step) -> Tensor:
+        """Run a step through all blocks.
+
+        Args:
+            step: the rows.
+
+        Returns:
+            The collapsed output `[T', H]` of the rows that ran the last block (`step.decoder`).
+        """
+        with step.clock.stage("embedding"):
+            streams, pre = self.embed(step.token_ids)
+        if step.recorder.wants("embed"):
+            step.recorder.record("embed", streams[:, 0], step.encoder.request_ids)
+        for block in self.blocks:
+            streams, pre = block.forward(streams, pre, step)
+            if not len(streams):  # nobody's rows go on; a world of ranks would have to agree on this
+                break
+        return collapse(streams, pre)
+
+    def logits(self, hidden: Tensor, step: Step, rows: Tensor) -> Tensor:
+        """Head of some rows.
+
+        Args:
+            hidden: `[T', H]` of `forward`.
+            step: the step.
+            rows: int64 `[N]` rows of `hidden`.
+
+        Returns:
+            float32 `[N, vocab]`.
+        """
+        with step.clock.stage("head"):
+            normed = rms_norm(hidden[rows], self.weights.norm, self.config.rms_norm_eps)
+            logits = normed.float() @ self.weights.head.T
+        if step.recorder.wants("final.normed"):
+            step.recorder.record("final.normed", normed, step.decoder.request_ids[rows])
+        return logits

@@ -1,0 +1,132 @@
+"""`naive`: the reference attention, a gather and a masked softmax (spec 3.8)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from minideepinfer.model.rope import undo_rope
+from minideepinfer.operators import Batch, BuildContext, Selection
+from minideepinfer.operators.problem import AttentionProblem
+from torch import Tensor
+
+_MAX_KEY_ELEMENTS = 1 << 26
+"""Key channels gathered at once (256 MiB in float32); bounds memory."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Metadata:
+    """What every row needs to find its keys; `first_row` and `context` are those of the row's request, `[T, 1]`."""
+
+    batch: Batch
+    first_row: Tensor
+    context: Tensor
+    visible: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class _Keys:
+    """float32 `[n, N, D]` with zeros in invalid places, and which places are valid, `[n, N]`."""
+
+    values: Tensor
+    valid: Tensor
+
+
+class NaiveAttention:
+    """See `AttentionOperator`.
+
+    Logits, exponentials and denominator are float32. In bfloat16 the exponentials are rounded to bfloat16 for the
+    product with the values, as the reference does; the maximum is that of the whole row, not a running one.
+    """
+
+    def __init__(self, problem: AttentionProblem) -> None:
+        self._problem = problem
+
+    def prepare(self, batch: Batch) -> _Metadata:
+        """Look up per row what belongs to its request."""
+        context = torch.tensor(batch.context_lens, dtype=torch.int64, device=batch.positions.device)
+        visible = batch.visible_entries(self._problem.compress_ratio or 1)
+        return _Metadata(
+            batch,
+            first_row=batch.cu_seqlens[batch.request_ids].long().unsqueeze(1),
+            context=context[batch.request_ids].unsqueeze(1),
+            visible=visible.unsqueeze(1),
+        )
+
+    def run(
+        self,
+        q: Tensor,
+        window_new: Tensor,
+        window_ring: Tensor,
+        global_kv: Tensor | None,
+        selection: Selection | None,
+        sink: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        scale: float,
+        metadata: _Metadata,
+    ) -> Tensor:
+        """See `AttentionOperator.run`."""
+        num_keys = self._problem.sliding_window + (selection.indices.shape[1] if selection is not None else 0)
+        step = max(1, _MAX_KEY_ELEMENTS // (num_keys * q.shape[-1]))
+        output = torch.empty_like(q)
+        for start in range(0, q.shape[0], step):
+            rows = slice(start, start + step)
+            keys = self._window_keys(window_new, window_ring, metadata, rows)
+            if selection is not None and global_kv is not None:
+                selected = _selected_keys(global_kv, selection, metadata, rows)
+                keys = _Keys(torch.cat([keys.values, selected.values], 1), torch.cat([keys.valid, selected.valid], 1))
+            heads = undo_rope(_softmax_attention(q[rows], keys, sink, scale), cos[rows], sin[rows])
+            output[rows] = heads.masked_fill(~keys.valid.any(1)[:, None, None], 0.0)
+        return output
+
+    def _window_keys(self, new: Tensor, ring: Tensor, metadata: _Metadata, rows: slice) -> _Keys:
+        """The window of each row, from this step's entries or from the ring: N = sliding_window."""
+        batch, window = metadata.batch, self._problem.sliding_window
+        request, context = batch.request_ids[rows], metadata.context[rows]
+        offsets = torch.arange(1 - window, 1, device=new.device)
+        positions = batch.positions[rows].unsqueeze(1) + offsets
+        valid = positions >= batch.window_start[request].clamp(min=0).unsqueeze(1)
+        is_new = valid & (positions >= context)
+        is_old = valid & (positions < context)
+        from_step = _gather(new, metadata.first_row[rows] + positions - context, is_new)
+        slots = batch.ring_table[request].unsqueeze(1) * ring.shape[1] + positions % ring.shape[1]
+        from_ring = _gather(ring.flatten(0, 1), slots, is_old)
+        return _Keys(torch.where(is_new.unsqueeze(-1), from_step, from_ring), valid)
+
+
+def _selected_keys(pool: Tensor, selection: Selection, metadata: _Metadata, rows: slice) -> _Keys:
+    """The entries that each row selected, found through the block table: N = K."""
+    batch, per_page = metadata.batch, pool.shape[1]
+    entries = selection.indices[rows].long()
+    valid = (entries >= 0) & (entries < metadata.visible[rows])
+    if selection.lens is not None:
+        valid &= torch.arange(entries.shape[1], device=pool.device) < selection.lens[rows].unsqueeze(1)
+    entries = entries.where(valid, 0)
+    pages = batch.block_table[batch.request_ids[rows].unsqueeze(1), entries // per_page].long()
+    return _Keys(_gather(pool.flatten(0, 1), pages * per_page + entries % per_page, valid), valid)
+
+
+def _gather(table: Tensor, index: Tensor, valid: Tensor) -> Tensor:
+    """float32 rows of a table `[M, D]`, exactly zero (whatever memory holds) where not valid: `[n, N, D]`."""
+    return table[index.where(valid, 0)].float().masked_fill(~valid.unsqueeze(-1), 0.0)
+
+
+def _softmax_attention(q: Tensor, keys: _Keys, sink: Tensor | None, scale: float) -> Tensor:
+    """Heads `[n, H, D]` in q's dtype, before the rotation back; a row without keys is unspecified."""
+    logits = (q.float() @ keys.values.mT) * scale
+    logits = logits.masked_fill(~keys.valid.unsqueeze(1), -torch.inf)
+    peak = logits.amax(-1, keepdim=True)
+    if sink is not None:
+        peak = peak.maximum(sink[:, None])
+    peak = peak.clamp(min=-1e30)  # finite, so that a row without keys has no inf - inf
+    weights = (logits - peak).exp()
+    denominator = weights.sum(-1, keepdim=True)
+    if sink is not None:
+        denominator = denominator + (sink[:, None] - peak).exp()
+    return (weights.to(q.dtype).float() @ keys.values / denominator).to(q.dtype)
+
+
+def build(context: BuildContext) -> NaiveAttention:
+    """Build `naive`."""
+    return NaiveAttention(context.problem)

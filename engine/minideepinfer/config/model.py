@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -13,6 +13,7 @@ from minideepinfer.config.schedule import LayerSchedule, check_schedule, layer_s
 from minideepinfer.errors import CheckpointError, ConfigError
 
 PositiveInt = Field(gt=0)
+PositiveInteger = Annotated[int, PositiveInt]
 
 
 class _Frozen(BaseModel):
@@ -34,18 +35,9 @@ class QuantizationSpec(_Frozen):
 
     quant_method: Literal["fp8"]
     activation_scheme: Literal["dynamic"]
-    weight_block_size: tuple[int, int]
+    weight_block_size: tuple[PositiveInteger, PositiveInteger]
     scale_fmt: Literal["ue8m0"]
     expert_dtype: Literal["fp4"]
-
-    @model_validator(mode="after")
-    def _released_block(self) -> QuantizationSpec:
-        if self.weight_block_size != (32, 32):
-            raise ValueError(
-                f"weight_block_size is {list(self.weight_block_size)}; the released layout has [32, 32], and no other "
-                "block is read"
-            )
-        return self
 
 
 class TextConfig(_Frozen):
@@ -195,7 +187,9 @@ class ModelConfig(_Frozen):
         try:
             data = json.loads(file.read_bytes())
         except OSError as error:
-            raise CheckpointError(f"{file}: cannot be read ({error.strerror or error}); a checkpoint needs it") from None
+            raise CheckpointError(
+                f"{file}: cannot be read ({error.strerror or error}); a checkpoint needs it"
+            ) from None
         except ValueError as error:
             raise CheckpointError(f"{file}: is not JSON ({error})") from None
         if not isinstance(data, dict):

@@ -13,8 +13,13 @@ from minideepinfer.config.model import RopeScaling, TextConfig
 class RotaryTable:
     """The frequencies of one kind of layer; q, window, global and index vectors of a layer share them."""
 
-    def __init__(self, config: TextConfig, compress_ratio: int, device: torch.device | str = "cpu") -> None:
-        """Derive the frequencies.
+    def __init__(self, frequencies: Tensor) -> None:
+        """Take float32 `[C]` frequencies in radians per position, C = rope_dim / 2."""
+        self.frequencies = frequencies
+
+    @classmethod
+    def for_ratio(cls, config: TextConfig, compress_ratio: int, device: torch.device | str = "cpu") -> RotaryTable:
+        """Derive the frequencies of a layer.
 
         Args:
             config: facts of the model.
@@ -27,8 +32,7 @@ class RotaryTable:
         else:
             theta = config.compress_rope_theta
             frequencies = _yarn(_base_frequencies(dim, theta), dim, theta, config.rope_scaling)
-        self.frequencies = frequencies.to(device, torch.float32)
-        """float32 `[C]`, radians per position, C = qk_rope_head_dim / 2."""
+        return cls(frequencies.to(device, torch.float32))
 
     def cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosine and sine of `position * frequency`, all in float32.

@@ -10,8 +10,8 @@ from minideepinfer.operators import Batch, BuildContext, Selection
 from minideepinfer.operators.problem import AttentionProblem
 from torch import Tensor
 
-_MAX_KEY_ELEMENTS = 1 << 26
-"""Key channels gathered at once (256 MiB in float32); bounds memory."""
+_ROWS = 32
+"""Rows attended at once; bounds memory."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,6 +37,8 @@ class NaiveAttention:
 
     Logits, exponentials and denominator are float32. In bfloat16 the exponentials are rounded to bfloat16 for the
     product with the values, as the reference does; the maximum is that of the whole row, not a running one.
+    Rows are taken in groups of one size, the last group filled up with copies, so that every product has the same
+    shape and a row's result does not depend on how many other rows there are.
     """
 
     def __init__(self, problem: AttentionProblem) -> None:
@@ -67,20 +69,20 @@ class NaiveAttention:
         metadata: _Metadata,
     ) -> Tensor:
         """See `AttentionOperator.run`."""
-        num_keys = self._problem.sliding_window + (selection.indices.shape[1] if selection is not None else 0)
-        step = max(1, _MAX_KEY_ELEMENTS // (num_keys * q.shape[-1]))
+        num_rows = q.shape[0]
         output = torch.empty_like(q)
-        for start in range(0, q.shape[0], step):
-            rows = slice(start, start + step)
+        for start in range(0, num_rows, _ROWS):
+            rows = torch.arange(start, start + _ROWS, device=q.device).clamp(max=num_rows - 1)
             keys = self._window_keys(window_new, window_ring, metadata, rows)
             if selection is not None and global_kv is not None:
                 selected = _selected_keys(global_kv, selection, metadata, rows)
                 keys = _Keys(torch.cat([keys.values, selected.values], 1), torch.cat([keys.valid, selected.valid], 1))
             heads = undo_rope(_softmax_attention(q[rows], keys, sink, scale), cos[rows], sin[rows])
-            output[rows] = heads.masked_fill(~keys.valid.any(1)[:, None, None], 0.0)
+            heads = heads.masked_fill(~keys.valid.any(1)[:, None, None], 0.0)
+            output[start : start + _ROWS] = heads[: num_rows - start]
         return output
 
-    def _window_keys(self, new: Tensor, ring: Tensor, metadata: _Metadata, rows: slice) -> _Keys:
+    def _window_keys(self, new: Tensor, ring: Tensor, metadata: _Metadata, rows: Tensor) -> _Keys:
         """The window of each row, from this step's entries or from the ring: N = sliding_window."""
         batch, window = metadata.batch, self._problem.sliding_window
         request, context = batch.request_ids[rows], metadata.context[rows]
@@ -95,7 +97,7 @@ class NaiveAttention:
         return _Keys(torch.where(is_new.unsqueeze(-1), from_step, from_ring), valid)
 
 
-def _selected_keys(pool: Tensor, selection: Selection, metadata: _Metadata, rows: slice) -> _Keys:
+def _selected_keys(pool: Tensor, selection: Selection, metadata: _Metadata, rows: Tensor) -> _Keys:
     """The entries that each row selected, found through the block table: N = K."""
     batch, per_page = metadata.batch, pool.shape[1]
     entries = selection.indices[rows].long()

@@ -205,3 +205,26 @@ class _Block:
                 yield from self._fp4(f"ffn.experts.{expert}.{name}", rows, columns, "experts")
             if c.n_shared_experts:
                 yield from self._fp8(f"ffn.shared_experts.{name}", rows, columns, "shared experts")
+
+
+def shards(config: ModelConfig) -> list[list[str]]:
+    """Names of the text and draft tensors, grouped as the release distributes them over its shards.
+
+    Embedding, one shard a block, final norm and head, one a draft block, one an Engram layer (spec 2.1; the release
+    has a vision shard in front).
+    """
+    groups: dict[tuple[int, int], list[str]] = {}
+    for name in expected_tensors(config):
+        groups.setdefault(_shard_key(name), []).append(name)
+    return [groups[key] for key in sorted(groups)]
+
+
+def _shard_key(name: str) -> tuple[int, int]:
+    first, *rest = name.split(".")
+    if first == "embed":
+        return 0, 0
+    if first in ("norm", "head"):
+        return 2, 0
+    if first == "mtp":
+        return 3, int(rest[0])
+    return (4 if rest[1] == "engram" else 1), int(rest[0])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from importlib.resources import files
 from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import Literal
@@ -61,14 +60,12 @@ class Checkpoint:
         """Read and verify config, index and shard headers; no tensor data is read.
 
         Args:
-            path: a directory, or `"tiny"` for the trained checkpoint inside this package (a directory of that name is
-                `"./tiny"`).
+            path: a directory, or `"tiny"`, see `minideepinfer.checkpoint.verify.directory_of`.
 
         Raises:
             ConfigError, CheckpointError: see `minideepinfer.checkpoint.verify.verify`.
         """
-        directory = Path(str(files("minideepinfer"))) / "data" / "tiny" if path == "tiny" else Path(path)
-        return cls(verify(directory))
+        return cls(verify(path))
 
     def __enter__(self) -> Checkpoint:
         return self

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 
 from minideepinfer.checkpoint.layout import KINDS, SKIPPED_KINDS, TensorSpec, expected_tensors, is_vision, scale_shape
@@ -62,14 +63,23 @@ class Inventory:
     summary: Summary
 
 
-def verify(path: Path) -> Inventory:
+def directory_of(path: str | Path) -> Path:
+    """`"tiny"` is the trained checkpoint inside this package (a directory of that name is `"./tiny"`)."""
+    return Path(str(files("minideepinfer"))) / "data" / "tiny" if path == "tiny" else Path(path)
+
+
+def verify(path: str | Path) -> Inventory:
     """Check config, index and shard headers against each other and against the layout.
+
+    Args:
+        path: see `directory_of`.
 
     Raises:
         ConfigError: `config.json` has an unknown, missing or impossible key.
         CheckpointError: a file is missing, damaged or contradicts another, or a tensor is missing, unknown, stored
             twice, or of another shape or dtype than the config asks for; names tensor, file, found and expected.
     """
+    path = directory_of(path)
     config = ModelConfig.from_file(path)
     index = read_index(path)
     stored = _read_headers(path, index)

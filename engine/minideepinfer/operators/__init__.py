@@ -5,6 +5,7 @@ Nothing here imports torch. A plugin needs `hookimpl`, `OperatorDeclaration` and
 
 from minideepinfer.operators.attention import AttentionOperator
 from minideepinfer.operators.batch import Batch
+from minideepinfer.operators.build import OperatorBuilder, build
 from minideepinfer.operators.comm import CommOperator, Dispatched
 from minideepinfer.operators.context import BuildContext, NoClock, StageClock
 from minideepinfer.operators.declaration import (
@@ -16,14 +17,15 @@ from minideepinfer.operators.declaration import (
     Support,
     Tier,
 )
+from minideepinfer.operators.families import FAMILIES
 from minideepinfer.operators.hookspecs import ENTRY_POINT_GROUP, hookimpl
 from minideepinfer.operators.indexer import IndexerOperator
 from minideepinfer.operators.moe import MoeOperator, MoeWeights, PackedExperts, SharedExpert
+from minideepinfer.operators.plan import Plan, PlanKey, PlannedOperator
 from minideepinfer.operators.problem import AttentionProblem, CommProblem, IndexerProblem, MoeProblem, Problem
+from minideepinfer.operators.registry import OperatorRegistry, RegisteredOperator, load_registry
+from minideepinfer.operators.resolve import resolve
 from minideepinfer.operators.selection import TOKEN_INDICES, IndexerOutput, Selection
-
-FAMILIES: tuple[str, ...] = ("attention", "indexer", "moe", "comm")
-"""Operator families, in the order in which reports list them."""
 
 __all__ = [
     "CONTRACT_VERSION",
@@ -44,16 +46,25 @@ __all__ = [
     "MoeProblem",
     "MoeWeights",
     "NoClock",
+    "OperatorBuilder",
     "OperatorDeclaration",
     "OperatorOptions",
+    "OperatorRegistry",
     "PackedExperts",
     "Phase",
+    "Plan",
+    "PlanKey",
+    "PlannedOperator",
     "Problem",
     "Properties",
+    "RegisteredOperator",
     "Selection",
     "SharedExpert",
     "StageClock",
     "Support",
     "Tier",
+    "build",
     "hookimpl",
+    "load_registry",
+    "resolve",
 ]

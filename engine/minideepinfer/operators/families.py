@@ -1,0 +1,4 @@
+"""The operator families of this engine."""
+
+FAMILIES: tuple[str, ...] = ("attention", "indexer", "moe", "comm")
+"""Operator families, in the order in which reports list them."""

@@ -1,0 +1,159 @@
+"""What a model asks of its operators on a given machine, without loading anything."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from minideepinfer.config import EngineConfig, LayerSchedule, ModelConfig
+from minideepinfer.errors import ConfigError
+from minideepinfer.operators import (
+    TOKEN_INDICES,
+    AttentionProblem,
+    CommProblem,
+    IndexerProblem,
+    MoeProblem,
+    Phase,
+    Problem,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+
+def resolve_device(engine_config: EngineConfig) -> torch.device:
+    """The device that the config names; `auto` is CUDA where there is one.
+
+    Raises:
+        ConfigError: this machine has no such device.
+    """
+    import torch
+
+    name = engine_config.device
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name == "auto":
+        name = "cuda" if count else "cpu"
+    device = torch.device(name)
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise ConfigError(f"device: {name} is not here, this machine has {count} CUDA devices; cpu always works")
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
+
+
+def device_capability(device: torch.device) -> tuple[int, int] | None:
+    """CUDA compute capability as `(major, minor)`, None on CPU."""
+    import torch
+
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
+def resolve_dtype(engine_config: EngineConfig, device_type: str) -> str:
+    """Compute dtype, `float32` or `bfloat16`; `auto` is float32 on CPU and bfloat16 on CUDA."""
+    if engine_config.dtype != "auto":
+        return engine_config.dtype
+    return "bfloat16" if device_type == "cuda" else "float32"
+
+
+def resolve_cache_layout(engine_config: EngineConfig, dtype: str) -> str:
+    """Cache layout; `auto` stores float32 as `float32` and bfloat16 as `bf16`."""
+    if engine_config.cache.layout != "auto":
+        return engine_config.cache.layout
+    return {"float32": "float32", "bfloat16": "bf16"}[dtype]
+
+
+def layer_problems(
+    model_config: ModelConfig, engine_config: EngineConfig, device_type: str, capability: tuple[int, int] | None
+) -> dict[tuple[str, int | None, Phase], Problem]:
+    """The problem of every operator call, by family, layer (None for comm) and phase.
+
+    Args:
+        model_config: the checkpoint's facts.
+        engine_config: precision, cache layout and ranks.
+        device_type: `cpu` or `cuda`.
+        capability: see `device_capability`.
+    """
+    problems: dict[tuple[str, int | None, Phase], Problem] = {}
+    for phase in Phase:
+        facts = _Facts(model_config, engine_config, phase, device_type, capability)
+        problems["comm", None, phase] = facts.comm()
+        for layer in model_config.text_config.layers:
+            problems["attention", layer.layer_id, phase] = facts.attention(layer)
+            problems["moe", layer.layer_id, phase] = facts.moe()
+            if layer.is_index_source:
+                problems["indexer", layer.layer_id, phase] = facts.indexer(layer)
+    return problems
+
+
+class _Facts:
+    """Makes the problems of one phase."""
+
+    def __init__(
+        self,
+        model_config: ModelConfig,
+        engine_config: EngineConfig,
+        phase: Phase,
+        device_type: str,
+        capability: tuple[int, int] | None,
+    ) -> None:
+        self.text = model_config.text_config
+        self.engine = engine_config
+        dtype = resolve_dtype(engine_config, device_type)
+        self.shared: dict[str, Any] = {
+            "phase": phase,
+            "device": device_type,
+            "capability": capability,
+            "dtype": dtype,
+            "kv_quantization": engine_config.kv_quantization,
+            "activation_quantization": engine_config.activation_quantization,
+        }
+        self.paged: dict[str, Any] = {
+            "page_tokens": engine_config.cache.page_tokens,
+            "cache_layout": resolve_cache_layout(engine_config, dtype),
+            "selection_layout": TOKEN_INDICES,
+        }
+
+    def attention(self, layer: LayerSchedule) -> AttentionProblem:
+        return AttentionProblem(
+            num_heads=self.text.num_attention_heads,
+            head_dim=self.text.head_dim,
+            rope_dim=self.text.qk_rope_head_dim,
+            sliding_window=self.text.sliding_window,
+            compress_ratio=layer.compress_ratio,
+            index_topk=self.text.index_topk,
+            **self.paged,
+            **self.shared,
+        )
+
+    def indexer(self, layer: LayerSchedule) -> IndexerProblem:
+        return IndexerProblem(
+            num_heads=self.text.index_n_heads,
+            head_dim=self.text.index_head_dim,
+            compress_ratio=layer.compress_ratio,
+            topk=self.text.index_topk,
+            emits_candidates=layer.is_candidate_source,
+            uses_candidates=layer.uses_candidates,
+            candidate_topk_blocks=self.text.candidate_topk_blocks,
+            candidate_block_size=self.text.candidate_block_size,
+            **self.paged,
+            **self.shared,
+        )
+
+    def moe(self) -> MoeProblem:
+        return MoeProblem(
+            hidden_size=self.text.hidden_size,
+            intermediate_size=self.text.moe_intermediate_size,
+            num_experts=self.text.n_routed_experts,
+            num_local_experts=self.text.n_routed_experts,
+            topk=self.text.num_experts_per_tok,
+            num_shared_experts=self.text.n_shared_experts,
+            routed_scaling=self.text.routed_scaling_factor,
+            swiglu_limit=self.text.swiglu_limit,
+            world_size=self.engine.parallel.expert,
+            **self.shared,
+        )
+
+    def comm(self) -> CommProblem:
+        return CommProblem(
+            hidden_size=self.text.hidden_size,
+            num_experts=self.text.n_routed_experts,
+            world_size=self.engine.parallel.expert,
+            **self.shared,
+        )

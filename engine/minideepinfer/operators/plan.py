@@ -56,15 +56,28 @@ class Plan:
 
     def lines(self) -> list[str]:
         """Text for a log; layers and phases with the same choice share a line."""
-        phases: dict[tuple[str, str, int | None], list[Phase]] = {}
-        for (family, layer, phase), planned in self.operators.items():
-            phases.setdefault((family, planned.title, layer), []).append(phase)
-        layers: dict[tuple[str, str, str], list[int | None]] = {}
-        for (family, title, layer), served in phases.items():
-            layers.setdefault((family, title, "+".join(served)), []).append(layer)
-        rows = [(family, _ranges(where), served, title) for (family, title, served), where in layers.items()]
-        widths = [max((len(row[column]) for row in rows), default=0) for column in range(3)]
-        return ["  ".join([*map(str.ljust, row[:3], widths), row[3]]) for row in rows]
+        return _merged((key, planned.title) for key, planned in self.operators.items())
+
+    def rejection_lines(self) -> list[str]:
+        """Text like `lines` for the operators that were not taken, with the reasons."""
+        return _merged(
+            (key, f"not {name}: {'; '.join(reasons)}")
+            for key, planned in self.operators.items()
+            for name, reasons in planned.rejected.items()
+        )
+
+
+def _merged(texts: Iterable[tuple[PlanKey, str]]) -> list[str]:
+    """Aligned lines `family layers phases text`, one for all layers and phases with the same text."""
+    phases: dict[tuple[str, str, int | None], list[Phase]] = {}
+    for (family, layer, phase), text in texts:
+        phases.setdefault((family, text, layer), []).append(phase)
+    layers: dict[tuple[str, str, str], list[int | None]] = {}
+    for (family, text, layer), served in phases.items():
+        layers.setdefault((family, text, "+".join(served)), []).append(layer)
+    rows = [(family, _ranges(where), served, text) for (family, text, served), where in layers.items()]
+    widths = [max((len(row[column]) for row in rows), default=0) for column in range(3)]
+    return ["  ".join([*map(str.ljust, row[:3], widths), row[3]]) for row in rows]
 
 
 def _entry(key: PlanKey, planned: PlannedOperator) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from torch import Tensor
 from minideepinfer.config import LayerSchedule, TextConfig
 from minideepinfer.model.attention import AttentionLayer
 from minideepinfer.model.engram import engram_values, inject
-from minideepinfer.model.engram_hash import EngramHash
 from minideepinfer.model.hyper_connections import Coefficients, coefficients, collapse, mix
 from minideepinfer.model.linear import rms_norm
 from minideepinfer.model.rows import Rows
@@ -31,7 +30,6 @@ class Block:
         attention: its attention layer.
         moe: MoE operators by phase, and in `moe_weights` what each made of the weights.
         comm: moves tokens and Engram rows.
-        engram_hash: on Engram layers.
         activation_quantization: `released` or `none`.
     """
 
@@ -42,7 +40,6 @@ class Block:
     moe: Mapping[Phase, MoeOperator]
     moe_weights: Mapping[Phase, Any]
     comm: CommOperator
-    engram_hash: EngramHash | None
     activation_quantization: str
 
     @property
@@ -89,10 +86,10 @@ class Block:
 
     def add_engram(self, streams: Tensor, rows: Rows, step: Step) -> Tensor:
         """Inject the Engram term, where the block has one."""
-        if self.engram_hash is None or self.weights.engram is None:
+        if self.weights.engram is None:
             return streams
         with step.clock.stage("engram"):
-            row_ids = self.engram_hash.rows(step.history_of(rows))
+            row_ids = step.engram_rows_of(self.layer)
             values = engram_values(row_ids, self.weights.engram, self.comm, streams.dtype, self.activation_quantization)
             streams = inject(streams, values, self.weights.engram, self.config)
         self.record(step, "engram.hash_ids", row_ids, rows)

@@ -84,7 +84,7 @@ def hash_constants(config: TextConfig) -> tuple[HashConstants, ...]:
         buckets = tuple(islice(primes, config.engram_columns))
         if sum(buckets) != table_rows:
             raise CheckpointError(
-                f"Engram layer {layer_id}: the {len(buckets)} primes from {buckets[0]} on add up to {sum(buckets)} rows, "
+                f"Engram layer {layer_id}: {len(buckets)} primes from {buckets[0]} on add up to {sum(buckets)} rows, "
                 f"engram_num_embeddings says {table_rows}; check engram_vocab_size {config.engram_vocab_size}"
             )
         draw = np.random.default_rng(10007 * layer_id).integers(0, bound, config.engram_max_ngram_size, dtype=np.int64)

@@ -81,7 +81,7 @@ class Step:
 
     Attributes:
         token_ids: int64 `[T]`.
-        history: int64 `[T, max_ngram]`, ids at p, p - 1, ...; -1 before the start.
+        engram_rows: per Engram layer int64 `[T, columns]`, table rows of each token.
         encoder: rows of the layers before the candidate source.
         source: rows of the candidate source.
         decoder: rows of the layers behind it.
@@ -91,7 +91,7 @@ class Step:
     """
 
     token_ids: Tensor
-    history: Tensor
+    engram_rows: list[Tensor]
     encoder: Rows
     source: Rows
     decoder: Rows
@@ -107,11 +107,11 @@ class Step:
         """The rows that enter a layer; at the candidate source, before rows are dropped."""
         return self.decoder if layer.behind_candidate_source else self.encoder
 
-    def history_of(self, rows: Rows) -> Tensor:
-        """Token history of the rows entering a layer, int64 `[T, max_ngram]`."""
-        if rows is self.encoder or self.narrowing is None:
-            return self.history
-        return self.history[self.narrowing.kept]
+    def engram_rows_of(self, layer: LayerSchedule) -> Tensor:
+        """Table rows of the tokens that enter an Engram layer, int64 `[T, columns]`."""
+        assert layer.engram_index is not None
+        rows = self.engram_rows[layer.engram_index]
+        return rows[self.narrowing.kept] if self.narrowing and layer.behind_candidate_source else rows
 
     def prepared(self, operator: Any, batch: Batch | tuple[Batch, ...]) -> Any:
         """An operator's metadata for a batch, prepared at first use and shared by all layers."""

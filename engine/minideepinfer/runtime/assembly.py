@@ -1,0 +1,87 @@
+"""From a plan and weights to a model whose layers hold their operators."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from minideepinfer.cache.kv_cache import KVCache
+from minideepinfer.config import EngineConfig, LayerSchedule, TextConfig
+from minideepinfer.model.attention import AttentionLayer
+from minideepinfer.model.block import Block
+from minideepinfer.model.transformer import TextModel
+from minideepinfer.model.weights import LayerWeights, ModelWeights
+from minideepinfer.operators import Phase
+from minideepinfer.operators.build import OperatorBuilder
+from minideepinfer.operators.plan import Plan
+
+
+def assemble(
+    config: TextConfig,
+    engine: EngineConfig,
+    weights: ModelWeights,
+    cache: KVCache,
+    plan: Plan,
+    builder: OperatorBuilder,
+    dtype: torch.dtype,
+) -> TextModel:
+    """Build the operators of a plan and give every block its own.
+
+    Args:
+        config: the model's facts.
+        engine: precision switches.
+        weights: of the whole text model.
+        cache: where layers keep what outlives a step.
+        plan: which operator serves what.
+        builder: builds each distinct one once.
+        dtype: compute dtype.
+
+    Raises:
+        PluginError: an operator's code cannot be imported or built.
+    """
+    parts = _Parts(config, engine, cache, plan, builder)
+    blocks = [parts.block(layer, w) for layer, w in zip(config.layers, weights.layers, strict=True)]
+    return TextModel(config, weights, blocks, dtype)
+
+
+class _Parts:
+    def __init__(
+        self, config: TextConfig, engine: EngineConfig, cache: KVCache, plan: Plan, builder: OperatorBuilder
+    ) -> None:
+        self.config = config
+        self.engine = engine
+        self.cache = cache
+        self.plan = plan
+        self.builder = builder
+        # Ranks talk in the same way whatever rows they have: one comm operator for both phases.
+        self.comm = self._operators("comm", None)[Phase.PREFILL]
+
+    def block(self, layer: LayerSchedule, weights: LayerWeights) -> Block:
+        moe = self._operators("moe", layer.layer_id)
+        transformed = {id(operator): operator.transform_weights(weights.moe) for operator in moe.values()}
+        return Block(
+            layer=layer,
+            weights=weights,
+            config=self.config,
+            attention=self._attention(layer, weights),
+            moe=moe,
+            moe_weights={phase: transformed[id(operator)] for phase, operator in moe.items()},
+            comm=self.comm,
+            activation_quantization=self.engine.activation_quantization,
+        )
+
+    def _attention(self, layer: LayerSchedule, weights: LayerWeights) -> AttentionLayer:
+        return AttentionLayer(
+            layer,
+            weights.attention,
+            self.config,
+            self.cache,
+            self._operators("attention", layer.layer_id),
+            self._operators("indexer", layer.layer_id) if layer.is_index_source else {},
+            quantize_kv=self.engine.kv_quantization == "released",
+            activation_quantization=self.engine.activation_quantization,
+        )
+
+    def _operators(self, family: str, layer_id: int | None) -> dict[Phase, Any]:
+        return {phase: self.builder.build(self.plan.operators[family, layer_id, phase]) for phase in Phase}

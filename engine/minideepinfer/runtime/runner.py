@@ -1,0 +1,140 @@
+"""A loaded checkpoint with its operators and caches, ready to execute scheduled steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from minideepinfer.cache.kv_cache import KVCache
+from minideepinfer.cache.layouts import cache_layout
+from minideepinfer.checkpoint import Checkpoint
+from minideepinfer.config import EngineConfig
+from minideepinfer.model.engram_hash import EngramHash
+from minideepinfer.model.load import WeightLoader
+from minideepinfer.model.step import Forced
+from minideepinfer.operators import NoClock, StageClock
+from minideepinfer.operators.build import OperatorBuilder
+from minideepinfer.operators.registry import load_registry
+from minideepinfer.operators.resolve import resolve
+from minideepinfer.runtime.assembly import assemble
+from minideepinfer.runtime.batching import build_step, make_parts, wanted_rows
+from minideepinfer.runtime.capture import Capture
+from minideepinfer.runtime.problems import (
+    device_capability,
+    layer_problems,
+    resolve_cache_layout,
+    resolve_device,
+    resolve_dtype,
+)
+from minideepinfer.runtime.request import Request
+from minideepinfer.runtime.scheduler import ScheduledRequest
+from minideepinfer.runtime.tokenizer import load_tokenizer
+
+
+@dataclass(frozen=True, eq=False)
+class RequestLogits:
+    """Logits of one request in one step.
+
+    Attributes:
+        request: the request.
+        positions: which of its positions; may be empty.
+        logits: float32 `[len(positions), vocab]` on the compute device.
+    """
+
+    request: Request
+    positions: range
+    logits: Tensor
+
+
+class Runner:
+    """Executes steps; knows nothing of sampling or of who asks.
+
+    Attributes:
+        config: the checkpoint's config.
+        plan: which operator serves which layer and phase.
+        cache: all state of requests.
+        model: the text model.
+        skipped_bytes: bytes of the checkpoint that are known and not run (draft, vision).
+        bytes_read: bytes read from it.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        engine_config: EngineConfig,
+        clock: StageClock | None = None,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> None:
+        """Choose operators, then read the weights.
+
+        Args:
+            path: a checkpoint directory, or `tiny` for the packaged one.
+            engine_config: how to run it.
+            clock: told of the stages of every step.
+            progress: called with blocks read and blocks in all.
+
+        Raises:
+            CheckpointError: the checkpoint is damaged or incomplete.
+            OperatorError: a chosen operator cannot serve it.
+            ConfigError: the machine lacks the device.
+        """
+        self.engine_config = engine_config
+        self.clock = clock or NoClock()
+        self.device = resolve_device(engine_config)
+        dtype_name = resolve_dtype(engine_config, self.device.type)
+        dtype: torch.dtype = getattr(torch, dtype_name)
+        with Checkpoint.open(path) as checkpoint:
+            self.config = checkpoint.config
+            problems = layer_problems(
+                self.config, engine_config, self.device.type, device_capability(self.device)
+            )
+            self.plan = resolve(load_registry(engine_config.plugins.ignore), engine_config, problems)
+            self.tokenizer = load_tokenizer(checkpoint.path, self.config)
+            self.engram_hash = EngramHash(self.config, self.tokenizer.backend, self.device)
+            weights = WeightLoader(checkpoint, dtype, self.device, engine_config.engram).load(progress)
+            self.skipped_bytes = checkpoint.summary.skipped_bytes
+            self.bytes_read = checkpoint.bytes_read
+        layout = cache_layout(resolve_cache_layout(engine_config, dtype_name))
+        text = self.config.text_config
+        self.cache = KVCache(text, engine_config.cache, layout, self.device)
+        builder = OperatorBuilder(self.device, self.clock)
+        self.model = assemble(text, engine_config, weights, self.cache, self.plan, builder, dtype)
+
+    @property
+    def page_tokens(self) -> int:
+        """Tokens per page."""
+        return self.engine_config.cache.page_tokens
+
+    @torch.inference_mode()
+    def execute(
+        self, scheduled: Sequence[ScheduledRequest], recorder: Capture | None = None, forced: Forced | None = None
+    ) -> list[RequestLogits]:
+        """Run one step and advance its requests.
+
+        Args:
+            scheduled: what to run, from the scheduler; requests hold their pages and ring.
+            recorder: collects intermediates.
+            forced: discrete choices to impose.
+
+        Returns:
+            One entry for each scheduled request, decode requests first.
+        """
+        text = self.config.text_config
+        parts = make_parts(scheduled, text, self.engine_config.replay)
+        step = build_step(parts, text, self.engram_hash, self.page_tokens, self.device)
+        step.clock = self.clock
+        if recorder is not None:
+            recorder.begin_step([part.request.request_id for part in parts])
+            step.recorder = recorder
+        if forced is not None:
+            step.forced = forced
+        hidden = self.model.forward(step)
+        logits = self.model.logits(hidden, step, wanted_rows(parts).to(self.device))
+        for part in parts:
+            part.request.num_computed_tokens = part.end
+        pieces = logits.split([len(part.wanted) for part in parts])
+        return [RequestLogits(part.request, part.wanted, piece) for part, piece in zip(parts, pieces, strict=True)]

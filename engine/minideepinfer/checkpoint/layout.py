@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from minideepinfer.config import LayerSchedule, ModelConfig, TextConfig
+from minideepinfer.errors import ConfigError
 
 DTYPE_BYTES = {"F8_E4M3": 1, "F8_E8M0": 1, "I8": 1, "BF16": 2, "F32": 4}
 """Bytes per element of the safetensors dtypes that the text model and the draft use."""
@@ -31,6 +32,9 @@ KINDS = (
 
 SKIPPED_KINDS = ("draft", "vision")
 """Known, checked as far as the layout says, and not read by the text model."""
+
+MAX_EXPERTS = 1_000_000
+"""Experts of all layers; a config beyond it is damaged, and listing its tensors would not end."""
 
 VISION_PREFIXES = ("vision.", "aligner.", "image_")
 
@@ -67,8 +71,15 @@ def expected_tensors(config: ModelConfig) -> dict[str, TensorSpec]:
 
     For the released config: 95,819 tensors, 509,315,486,040 bytes. Vision tensors are known by name only, see
     `is_vision`.
+
+    Raises:
+        ConfigError: the config asks for more expert tensors than any checkpoint has.
     """
     text, block = config.text_config, config.quantization_config.weight_block_size
+    num_experts = text.num_hidden_layers * text.n_routed_experts
+    num_experts += text.num_nextn_predict_layers * text.dspark_n_routed_experts
+    if num_experts > MAX_EXPERTS:
+        raise ConfigError(f"config.json describes {num_experts} experts; at most {MAX_EXPERTS} can be listed")
     return {spec.name: spec for spec in _tensors(text, block)}
 
 

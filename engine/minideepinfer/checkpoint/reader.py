@@ -185,10 +185,12 @@ class Checkpoint:
         return _map(stored, stored.offset + start, (len(rows), row_bytes))
 
     def _find(self, name: str) -> StoredTensor:
-        try:
-            return self._tensors[name]
-        except KeyError:
-            raise CheckpointError(f"{self.path}: there is no tensor {name}") from None
+        stored = self._tensors.get(name)
+        if stored is None:
+            raise CheckpointError(f"{self.path}: there is no tensor {name}")
+        if stored.dtype not in _TORCH_DTYPES:
+            raise CheckpointError(f"{stored}: has dtype {stored.dtype}; only {', '.join(_TORCH_DTYPES)} are read")
+        return stored
 
     def _bytes(self, stored: StoredTensor, device: torch.device, start: int, stop: int) -> Tensor:
         result = torch.empty(stop - start, dtype=torch.uint8, device=device)

@@ -190,7 +190,7 @@ class ModelConfig(_Frozen):
             raise CheckpointError(
                 f"{file}: cannot be read ({error.strerror or error}); a checkpoint needs it"
             ) from None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{file}: is not JSON ({error})") from None
         if not isinstance(data, dict):
             raise CheckpointError(f"{file}: holds a {type(data).__name__}; a JSON object is needed")

@@ -42,7 +42,7 @@ class AttentionLayer:
         self.indexer = indexer
         self.quantize_kv = quantize_kv
         self.activation_quantization = activation_quantization
-        self.rope = RotaryTable(config, layer.compress_ratio, weights.wq_a.device)
+        self.rope = RotaryTable.for_ratio(config, layer.compress_ratio, weights.wq_a.device)
         self.compressor = (
             Compressor(layer, weights.compressor, config, self.rope, quantize_kv) if weights.compressor else None
         )

@@ -96,7 +96,7 @@ class Runner:
             self.tokenizer = load_tokenizer(checkpoint.path, self.config)
             self.engram_hash = EngramHash(self.config, self.tokenizer.backend, self.device)
             weights = WeightLoader(checkpoint, dtype, self.device, engine_config.engram).load(progress)
-            self.skipped_bytes = checkpoint.summary.skipped_bytes
+            self.skipped_bytes = checkpoint.summary.skipped.bytes
             self.bytes_read = checkpoint.bytes_read
         layout = cache_layout(resolve_cache_layout(engine_config, dtype_name))
         text = self.config.text_config

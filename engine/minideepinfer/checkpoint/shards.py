@@ -104,8 +104,8 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
                     "safetensors file"
                 )
             header = _json_object(stream.read(length), f"{file}: header")
-    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
-        raise CheckpointError(f"{file}: cannot be read ({error}); the index names it") from None
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read ({error.strerror or error})") from None
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise CheckpointError(f"{file}: __metadata__ of the header is {metadata!r:.80}; an object of strings is needed")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -111,6 +112,12 @@ def _read_headers(path: Path, index: Index) -> dict[str, StoredTensor]:
     stored: dict[str, StoredTensor] = {}
     shards = sorted(set(index.weight_map.values()))
     for shard in shards:
+        if not os.path.isfile(path / shard):  # Path.is_file raises for names that are too long
+            names = [name for name, place in index.weight_map.items() if place == shard]
+            raise CheckpointError(
+                f"{path / INDEX_NAME}: {names[0]} and {len(names) - 1} more tensors are said to be in {shard!r}, but "
+                "there is no such file beside the index"
+            )
         for name, tensor in read_header(path / shard).items():
             if name in stored:
                 raise CheckpointError(f"{path}: {name} is stored twice, in {stored[name].file.name} and in {shard}")
@@ -135,7 +142,7 @@ def _index_faults(index: Index, stored: dict[str, StoredTensor]) -> Iterator[str
 def _name_faults(specs: dict[str, TensorSpec], stored: dict[str, StoredTensor]) -> Iterator[str]:
     for name, spec in specs.items():
         if name not in stored:
-            yield f"{name} is missing from the index; {spec.dtype} {list(spec.shape)} is expected"
+            yield f"{name} is missing from index and shards; config.json asks for {spec.dtype} {list(spec.shape)}"
     for name, tensor in stored.items():
         if name not in specs and not is_vision(name):
             yield (

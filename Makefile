@@ -1,0 +1,24 @@
+# Everything uses one virtual environment; `make VENV=/elsewhere check` uses another.
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.PHONY: check test bench format docs
+
+check:  ## lint, format, types, import rules, generated docs
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/pytest tests/test_imports.py tests/test_docs.py
+
+test:  ## the default suite; `$(BIN)/pytest -m thorough` runs the heavier profiles
+	$(BIN)/pytest
+
+bench:  ## one prompt through the packaged checkpoint, with its table of stages
+	$(BIN)/mini-deepinfer generate --model tiny --max-tokens 64
+
+format:
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs:  ## rewrite the generated pages
+	$(BIN)/python -m minideepinfer.config.reference > docs/config.md

@@ -1,0 +1,165 @@
+"""What the next step computes: first come, first served, within a token budget, a page budget and the window rings."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from minideepinfer.cache.pages import PageAllocator
+from minideepinfer.errors import RequestError
+from minideepinfer.operators.declaration import Phase
+from minideepinfer.runtime.request import Request
+
+
+@dataclass(frozen=True)
+class ScheduledRequest:
+    """A request's share of one step: its tokens from `num_computed_tokens` on.
+
+    Attributes:
+        request: whose tokens.
+        num_new_tokens: how many, at least 1.
+    """
+
+    request: Request
+    num_new_tokens: int
+
+    def phase(self, decode_rows: int) -> Phase:
+        """Decode = at most `decode_rows` rows behind a cached context, prefill = all else."""
+        few = self.request.num_computed_tokens > 0 and self.num_new_tokens <= decode_rows
+        return Phase.DECODE if few else Phase.PREFILL
+
+
+class Scheduler:
+    """Admits requests in order of arrival and shares each step's token budget among those that run.
+
+    A request is admitted once pages for all it will ever compute and a window ring are free; a running one therefore
+    never lacks memory, and a later arrival never overtakes an earlier one.
+    """
+
+    def __init__(
+        self, pages: PageAllocator, num_rings: int, max_tokens_per_step: int, max_positions: int, decode_rows: int
+    ) -> None:
+        """Start with nothing queued.
+
+        Args:
+            pages: the page budget.
+            num_rings: window rings, the most requests that run together.
+            max_tokens_per_step: most rows of one step.
+            max_positions: positions the model has.
+            decode_rows: most new rows behind a cached context that still count as decode.
+        """
+        self.pages = pages
+        self.max_tokens_per_step = max_tokens_per_step
+        self.max_positions = max_positions
+        self.decode_rows = decode_rows
+        self._free_rings = list(reversed(range(num_rings)))
+        self._waiting: deque[Request] = deque()
+        self._running: list[Request] = []
+
+    @property
+    def waiting(self) -> tuple[Request, ...]:
+        """Requests that hold nothing yet, in order of arrival."""
+        return tuple(self._waiting)
+
+    @property
+    def running(self) -> tuple[Request, ...]:
+        """Requests that hold pages and a ring, in order of arrival."""
+        return tuple(self._running)
+
+    @property
+    def num_free_rings(self) -> int:
+        """Window rings that nobody holds."""
+        return len(self._free_rings)
+
+    def check(self, request: Request) -> None:
+        """Refuse what could never run.
+
+        Raises:
+            RequestError: the request is empty, its id is in use, or it exceeds the positions or the whole page pool.
+        """
+        name = f"request {request.request_id}"
+        total, needed = request.max_total_tokens, self.pages.pages_for(request.max_total_tokens)
+        if not 1 <= request.num_prompt_tokens <= len(request.token_ids) <= total:
+            raise RequestError(
+                f"{name}: {request.num_prompt_tokens} prompt tokens of {len(request.token_ids)} known and {total} in "
+                "all; at least one prompt token is needed, and no part may exceed the whole"
+            )
+        if any(request.request_id == other.request_id for other in (*self._waiting, *self._running)):
+            raise RequestError(f"{name}: another request with this id waits or runs; ids must be unique")
+        if total > self.max_positions:
+            raise RequestError(
+                f"{name}: needs {total} positions ({len(request.token_ids)} given, {total - len(request.token_ids)} to "
+                f"come), the model has {self.max_positions} (max_position_embeddings); shorten it or lower max_tokens"
+            )
+        if needed > self.pages.num_pages:
+            raise RequestError(
+                f"{name}: needs {needed} pages of {self.pages.page_tokens} tokens for its {total} tokens, the pool has "
+                f"{self.pages.num_pages}; raise cache.num_pages, shorten it or lower max_tokens"
+            )
+
+    def add(self, request: Request) -> None:
+        """Queue a request; others may be running.
+
+        Raises:
+            RequestError: see `check`; nothing was queued.
+        """
+        self.check(request)
+        self._waiting.append(request)
+
+    def schedule(self) -> list[ScheduledRequest]:
+        """Choose the next step.
+
+        Requests behind their prompt are served first, then prompts, each in order of arrival, then arrivals that can
+        be admitted.
+
+        Returns:
+            At least one row if anything can be computed; decode rows first. Rows add up to at most the token budget.
+        """
+        budget = self.max_tokens_per_step
+        chosen: list[ScheduledRequest] = []
+        for request in sorted(self._running, key=lambda r: r.in_prompt):
+            budget -= self._share(request, budget, chosen)
+        while budget and self._admit_next():
+            budget -= self._share(self._running[-1], budget, chosen)
+        return sorted(chosen, key=lambda s: s.phase(self.decode_rows) is not Phase.DECODE)
+
+    def finish(self, request: Request) -> None:
+        """Free what a running request holds."""
+        self._running.remove(request)
+        assert request.ring is not None
+        self._free_rings.append(request.ring)
+        self.pages.give_back(request.pages)
+        request.ring, request.pages = None, []
+
+    def abort(self, request_id: int) -> bool:
+        """Drop a request, wherever it is.
+
+        Returns:
+            Whether it waited or ran.
+        """
+        for request in self._running:
+            if request.request_id == request_id:
+                self.finish(request)
+                return True
+        for request in self._waiting:
+            if request.request_id == request_id:
+                self._waiting.remove(request)
+                return True
+        return False
+
+    def _share(self, request: Request, budget: int, chosen: list[ScheduledRequest]) -> int:
+        count = min(request.num_pending_tokens, budget)
+        if count:
+            chosen.append(ScheduledRequest(request, count))
+        return count
+
+    def _admit_next(self) -> bool:
+        if not self._waiting or not self._free_rings:
+            return False
+        needed = self.pages.pages_for(self._waiting[0].max_total_tokens)
+        if needed > self.pages.num_free:
+            return False
+        request = self._waiting.popleft()
+        request.ring, request.pages = self._free_rings.pop(), self.pages.take(needed)
+        self._running.append(request)
+        return True

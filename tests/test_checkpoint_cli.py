@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import resource
+import shutil
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, A
 
 
 @pytest.fixture(scope="module")
-def released(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def released(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The release with every byte zero: 48 sparse shards, 510 GB long, a few MB on disk."""
     directory = tmp_path_factory.mktemp("released")
     (directory / "config.json").write_bytes(FULL.read_bytes())
@@ -50,7 +52,8 @@ def released(tmp_path_factory: pytest.TempPathFactory) -> Path:
         weight_map.update(dict.fromkeys(group, file))
     index = {"metadata": {"total_size": 510_286_023_000}, "weight_map": weight_map}
     (directory / INDEX).write_text(json.dumps(index))
-    return directory
+    yield directory
+    shutil.rmtree(directory)  # a copy of it would not be sparse
 
 
 def test_inspect_the_release(released: Path, capsys: pytest.CaptureFixture[str]) -> None:

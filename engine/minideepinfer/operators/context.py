@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from minideepinfer.operators.declaration import OperatorOptions
@@ -42,4 +42,4 @@ class BuildContext:
     problem: Any
     options: OperatorOptions
     device: torch.device
-    clock: StageClock = NoClock()
+    clock: StageClock = field(default_factory=NoClock)

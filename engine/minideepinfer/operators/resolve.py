@@ -178,11 +178,9 @@ def _never_ranked(operator: RegisteredOperator) -> tuple[str, ...]:
 
 def _outranked(operator: RegisteredOperator, best: RegisteredOperator) -> str:
     has, top = operator.declaration.priority, best.declaration.priority
-    return (
-        f"has priority {has}, {best.name} has {top}"
-        if has < top
-        else f"has priority {has} too, {best.name} is first by name"
-    )
+    if has < top:
+        return f"has priority {has}, {best.name} has {top}"
+    return f"has priority {has} like {best.name}, which is first by name"
 
 
 def _place(key: PlanKey) -> str:

@@ -1,0 +1,1 @@
+"""Operators of Acme for mini-deepinfer."""

@@ -1,0 +1,160 @@
+"""The step loop: requests come and go, each step schedules, executes and samples."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+
+import torch
+
+from minideepinfer.cache.pages import PageAllocator
+from minideepinfer.errors import RequestError
+from minideepinfer.operators import Phase
+from minideepinfer.runtime.capture import Capture
+from minideepinfer.runtime.generation import Generation
+from minideepinfer.runtime.params import SamplingParams
+from minideepinfer.runtime.request import LogitsKind, Request
+from minideepinfer.runtime.runner import RequestLogits, Runner
+from minideepinfer.runtime.scheduler import Scheduler
+
+
+@dataclass
+class Throughput:
+    """Rows and seconds by phase; a step with any prefill row counts as prefill."""
+
+    prefill_tokens: int = 0
+    prefill_seconds: float = 0.0
+    decode_tokens: int = 0
+    decode_seconds: float = 0.0
+
+    def add(self, phase: Phase, tokens: int, seconds: float) -> None:
+        """Count a step."""
+        if phase == Phase.PREFILL:
+            self.prefill_tokens += tokens
+            self.prefill_seconds += seconds
+        else:
+            self.decode_tokens += tokens
+            self.decode_seconds += seconds
+
+
+class Engine:
+    """Runs requests on a runner.
+
+    Attributes:
+        runner: the loaded model.
+        scheduler: who runs when.
+        throughput: totals since the start.
+    """
+
+    def __init__(self, runner: Runner) -> None:
+        config, text = runner.engine_config, runner.config.text_config
+        self.runner = runner
+        self.scheduler = Scheduler(
+            pages=PageAllocator(config.cache.num_pages, config.cache.page_tokens),
+            num_rings=config.cache.max_requests,
+            max_tokens_per_step=config.max_tokens_per_step,
+            max_positions=text.max_position_embeddings,
+            decode_rows=1 + text.dspark_block_size,
+        )
+        self.throughput = Throughput()
+        self._generations: dict[int, Generation] = {}
+        self._ids = count()
+
+    def make_request(self, token_ids: Sequence[int], total: int, prompt: int, logits: LogitsKind) -> Request:
+        """A request that passed every check and is not queued yet.
+
+        Args:
+            token_ids: known tokens.
+            total: most tokens that will be computed.
+            prompt: how many of the known tokens are the prompt.
+            logits: rows whose logits are wanted.
+
+        Raises:
+            RequestError: an id is not one of the model's text tokens, or the request can never run.
+        """
+        request = Request(next(self._ids), list(token_ids), prompt, total, logits)
+        vocab, image = self.runner.config.text_config.vocab_size, self.runner.config.image_token_id
+        for position, token_id in enumerate(request.token_ids):
+            if not isinstance(token_id, int) or isinstance(token_id, bool) or not 0 <= token_id < vocab:
+                raise RequestError(f"token {position} of the prompt is {token_id!r}; ids are integers 0..{vocab - 1}")
+            if token_id == image:
+                raise RequestError(f"token {position} of the prompt is the image token {image}; only text is run")
+        self.scheduler.check(request)
+        return request
+
+    def make_generation(self, token_ids: Sequence[int], params: SamplingParams) -> Generation:
+        """A checked request together with its sampling; see `make_request`."""
+        known = len(token_ids)
+        logits: LogitsKind = "last" if params.prompt_logprobs is None else "all"
+        request = self.make_request(token_ids, known + params.max_tokens - 1, known, logits)
+        if params.stop and self.runner.tokenizer.backend is None:
+            raise RequestError("stop strings need a tokenizer, but the checkpoint has none; use stop_token_ids")
+        vocab = self.runner.config.text_config.vocab_size
+        if out := [i for i in params.stop_token_ids if not 0 <= i < vocab]:
+            raise RequestError(f"stop_token_ids {out} are outside the vocabulary of {vocab}")
+        return Generation(request, params, self.runner.tokenizer, self.runner.config.eos_token_id)
+
+    def start(self, generation: Generation) -> None:
+        """Queue a generation."""
+        self.scheduler.add(generation.request)
+        self._generations[generation.request.request_id] = generation
+
+    def abort(self, generation: Generation) -> None:
+        """Give a generation up; a finished one is left alone."""
+        if self._generations.pop(generation.request.request_id, None) is not None:
+            self.scheduler.abort(generation.request.request_id)
+            generation.abort()
+
+    def step(self, recorder: Capture | None = None) -> list[RequestLogits]:
+        """Run one step and give every generation its logits.
+
+        Returns:
+            The logits of requests that are not generations (see `score`).
+        """
+        begin, clock = time.perf_counter(), self.runner.clock
+        with clock.stage("other"):
+            scheduled = self.scheduler.schedule()
+            assert scheduled, "somebody waits, yet nothing can run"
+            phase = max(item.phase(self.scheduler.decode_rows) for item in scheduled)  # "decode" < "prefill"
+            results = self.runner.execute(scheduled, recorder)
+            with clock.stage("sampling"):
+                rest = [result for result in results if not self._deliver(result)]
+        if self.runner.device.type == "cuda":
+            torch.cuda.synchronize(self.runner.device)
+        tokens = sum(item.num_new_tokens for item in scheduled)
+        self.throughput.add(phase, tokens, time.perf_counter() - begin)
+        return rest
+
+    def score(self, requests: Sequence[Request], recorder: Capture | None = None) -> dict[int, list[torch.Tensor]]:
+        """Run requests whose tokens are all known.
+
+        Returns:
+            Their logits on the CPU by request id, in pieces.
+        """
+        pieces: dict[int, list[torch.Tensor]] = {request.request_id: [] for request in requests}
+        for request in requests:
+            self.scheduler.add(request)
+        unfinished = set(pieces)
+        try:
+            while unfinished:
+                for result in self.step(recorder):
+                    pieces[result.request.request_id].append(result.logits.cpu())
+                    if result.request.num_computed_tokens == len(result.request.token_ids):
+                        self.scheduler.finish(result.request)
+                        unfinished.remove(result.request.request_id)
+        finally:
+            for request_id in unfinished:
+                self.scheduler.abort(request_id)
+        return pieces
+
+    def _deliver(self, result: RequestLogits) -> bool:
+        generation = self._generations.get(result.request.request_id)
+        if generation is None:
+            return False
+        generation.accept(result.positions, result.logits)
+        if generation.finish_reason is not None:
+            del self._generations[result.request.request_id]
+            self.scheduler.finish(result.request)
+        return True

@@ -1,0 +1,144 @@
+"""The output side of a request: sampled tokens, text, stopping."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+from torch import Tensor
+
+from minideepinfer.runtime.outputs import Chunk, FinishReason, Logprobs, RequestOutput
+from minideepinfer.runtime.params import SamplingParams
+from minideepinfer.runtime.request import Request
+from minideepinfer.runtime.sampler import Sampler, log_probabilities
+from minideepinfer.runtime.tokenizer import Tokenizer
+
+
+class Generation:
+    """Continues one request token by token.
+
+    Attributes:
+        request: its place in the scheduler.
+        chunks: what was produced and not yet taken by a stream.
+        finish_reason: None while it runs.
+    """
+
+    def __init__(self, request: Request, params: SamplingParams, tokenizer: Tokenizer, eos_token_id: int) -> None:
+        self.request = request
+        self.params = params
+        self.chunks: deque[Chunk] = deque()
+        self.finish_reason: FinishReason | None = None
+        self._sampler = Sampler(params)
+        self._enders = set(params.stop_token_ids) | (set() if params.ignore_eos else {eos_token_id})
+        self._text = StopText(params.stop)
+        self._detokenizer = tokenizer.stream()
+        self._logprobs: list[Logprobs] = []
+        self._prompt_logprobs: list[Logprobs | None] = [None]
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Generated so far."""
+        return self.request.token_ids[self.request.num_prompt_tokens :]
+
+    def accept(self, positions: range, logits: Tensor) -> None:
+        """Take a step's logits: score prompt tokens, and sample where the last known token was computed.
+
+        Args:
+            positions: of the rows.
+            logits: float32 `[len(positions), vocab]`.
+        """
+        for position, row in zip(positions, logits, strict=True):
+            known = position + 1 < len(self.request.token_ids)
+            if known and self.params.prompt_logprobs is not None:
+                token_id = self.request.token_ids[position + 1]
+                self._prompt_logprobs.append(log_probabilities(row, token_id, self.params.prompt_logprobs))
+            elif not known:
+                self._extend(row)
+
+    def output(self) -> RequestOutput:
+        """The whole of what was generated."""
+        assert self.finish_reason is not None
+        return RequestOutput(
+            token_ids=self.token_ids,
+            text=self._text.shown,
+            finish_reason=self.finish_reason,
+            logprobs=None if self.params.logprobs is None else self._logprobs,
+            prompt_logprobs=None if self.params.prompt_logprobs is None else self._prompt_logprobs,
+            num_prompt_tokens=self.request.num_prompt_tokens,
+            num_generated_tokens=len(self.token_ids),
+        )
+
+    def abort(self) -> None:
+        """End without a further token."""
+        self._finish([], "abort", self._detokenizer.finish())
+
+    def _extend(self, logits: Tensor) -> None:
+        early = len(self.token_ids) < self.params.min_tokens
+        token_id = self._sampler.sample(logits, tuple(self._enders) if early else ())
+        if self.params.logprobs is not None:
+            self._logprobs.append(log_probabilities(logits, token_id, self.params.logprobs))
+        self.request.token_ids.append(token_id)
+        if token_id in self._enders:
+            self._finish([token_id], "stop", self._detokenizer.finish())
+            return
+        text = self._detokenizer.push(token_id)
+        last = len(self.token_ids) >= self.params.max_tokens
+        if last:
+            text += self._detokenizer.finish()
+        may_stop = len(self.token_ids) >= self.params.min_tokens
+        shown, stopped = self._text.push(text, may_stop=may_stop)
+        if stopped:
+            self.finish_reason = "stop"
+        elif last:
+            self.finish_reason = "length"
+            shown += self._text.flush()
+        self.chunks.append(Chunk([token_id], shown, self.finish_reason))
+
+    def _finish(self, token_ids: list[int], reason: FinishReason, text: str) -> None:
+        shown, _ = self._text.push(text, may_stop=False)
+        self.finish_reason = reason
+        self.chunks.append(Chunk(token_ids, shown + self._text.flush(), reason))
+
+
+class StopText:
+    """Text that ends before the first stop string; nothing that may be cut later is shown before.
+
+    Attributes:
+        shown: everything released so far.
+    """
+
+    def __init__(self, stops: Iterable[str]) -> None:
+        self._stops = tuple(stops)
+        self._held = ""
+        self.shown = ""
+
+    def push(self, text: str, *, may_stop: bool) -> tuple[str, bool]:
+        """Add text.
+
+        Args:
+            text: what came.
+            may_stop: whether a stop string counts already; one that was completed before never does.
+
+        Returns:
+            What can be shown now, and whether a stop string was found (then nothing follows).
+        """
+        pending = self._held + text
+        found = [at for at in map(pending.find, self._stops) if at >= 0] if may_stop else []
+        if found:
+            return self._show(pending, min(found)), True
+        keep = max((_overlap(pending, stop) for stop in self._stops), default=0)
+        return self._show(pending, len(pending) - keep), False
+
+    def flush(self) -> str:
+        """Release what is held back; no more text comes."""
+        return self._show(self._held, len(self._held))
+
+    def _show(self, pending: str, end: int) -> str:
+        self._held = pending[end:]
+        self.shown += pending[:end]
+        return pending[:end]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that begins `stop` and is shorter than it."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,0 +1,229 @@
+"""The Python API."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from minideepinfer.config import EngineConfig
+from minideepinfer.errors import MiniDeepInferError, RequestError
+from minideepinfer.operators import StageClock
+from minideepinfer.runtime.capture import Capture
+from minideepinfer.runtime.engine import Engine
+from minideepinfer.runtime.generation import Generation
+from minideepinfer.runtime.outputs import Chunk, RequestOutput
+from minideepinfer.runtime.params import SamplingParams
+from minideepinfer.runtime.runner import Runner
+
+Prompt = str | Sequence[int]
+"""Text, or token ids that are taken as given."""
+
+
+class LLM:
+    """A loaded checkpoint. Use it as a context manager, or call `close`, to free its memory.
+
+    The checkpoint's `generation_config.json` is not applied; sampling is what `SamplingParams` says.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        config: EngineConfig | None = None,
+        *,
+        clock: StageClock | None = None,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> None:
+        """Load a checkpoint.
+
+        Args:
+            model: a directory in the released layout, or `tiny` for the packaged trained checkpoint.
+            config: how to run it.
+            clock: told of the stages of every step, e.g. a `StageTimer`.
+            progress: called with blocks read and blocks in all.
+
+        Raises:
+            CheckpointError: it is damaged or incomplete.
+            OperatorError: an operator that was chosen cannot serve it.
+            ConfigError: something about the configuration cannot be.
+        """
+        self._engine: Engine | None = Engine(Runner(model, config or EngineConfig(), clock, progress))
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def engine(self) -> Engine:
+        """Runner, scheduler and throughput.
+
+        Raises:
+            MiniDeepInferError: the model was closed.
+        """
+        if self._engine is None:
+            raise MiniDeepInferError("this LLM was closed; make a new one")
+        return self._engine
+
+    def close(self) -> None:
+        """Free weights and caches; a second call does nothing."""
+        self._engine = None
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    @overload
+    def forward(
+        self,
+        sequences: Sequence[Sequence[int]],
+        *,
+        capture: None = None,
+        num_prompt_tokens: Sequence[int] | None = None,
+        logits: Literal["all", "kept"] = "all",
+    ) -> list[Tensor]: ...
+
+    @overload
+    def forward(
+        self,
+        sequences: Sequence[Sequence[int]],
+        *,
+        capture: Sequence[str],
+        num_prompt_tokens: Sequence[int] | None = None,
+        logits: Literal["all", "kept"] = "all",
+    ) -> tuple[list[Tensor], list[dict[str, Tensor]]]: ...
+
+    def forward(
+        self,
+        sequences: Sequence[Sequence[int]],
+        *,
+        capture: Sequence[str] | None = None,
+        num_prompt_tokens: Sequence[int] | None = None,
+        logits: Literal["all", "kept"] = "all",
+    ) -> list[Tensor] | tuple[list[Tensor], list[dict[str, Tensor]]]:
+        """Logits of known tokens, in as many steps as `max_tokens_per_step` needs.
+
+        Args:
+            sequences: token ids.
+            capture: shell patterns over the names of intermediates, e.g. `layers.*.attn.out`; names are those of the
+                golden sets.
+            num_prompt_tokens: per sequence, tokens that run as a prompt; those behind them run one a step, as in
+                decoding. None = all.
+            logits: `all` = every position, each run through every layer; `kept` = in bounded replay only the positions
+                that run every layer anyway: the last window of the prompt and all behind it.
+
+        Returns:
+            For each sequence float32 `[len, vocab]` on the CPU (`kept`: its last rows); with `capture` also, for each
+            sequence, the tensors captured by name.
+
+        Raises:
+            RequestError: a sequence is empty, too long or has an impossible id; nothing was run.
+        """
+        engine = self.engine
+        prompts = [len(ids) for ids in sequences] if num_prompt_tokens is None else list(num_prompt_tokens)
+        if len(prompts) != len(sequences):
+            raise RequestError(f"num_prompt_tokens has {len(prompts)} entries for {len(sequences)} sequences")
+        requests = [
+            engine.make_request(_ids(ids), len(ids), prompt, logits)
+            for ids, prompt in zip(sequences, prompts, strict=True)
+        ]
+        recorder = None if capture is None else Capture(capture)
+        pieces = engine.score(requests, recorder)
+        results = [torch.cat(pieces[request.request_id]) for request in requests]
+        if recorder is None:
+            return results
+        return results, [recorder.of(request.request_id) for request in requests]
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[RequestOutput]:
+        """Continue prompts, together.
+
+        Args:
+            prompts: one prompt (text, or a flat list of ids) or a list of them.
+            params: for all prompts, or one for each.
+
+        Returns:
+            One output per prompt, in order.
+
+        Raises:
+            RequestError: a prompt or its parameters cannot be served; nothing was run.
+        """
+        engine = self.engine
+        listed = _as_prompts(prompts)
+        each = _as_params(params, len(listed))
+        generations = [self._generation(prompt, p) for prompt, p in zip(listed, each, strict=True)]
+        try:
+            for generation in generations:
+                engine.start(generation)
+            while any(generation.finish_reason is None for generation in generations):
+                engine.step()
+        finally:
+            for generation in generations:
+                engine.abort(generation)
+        return [generation.output() for generation in generations]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
+        """Continue one prompt, piece by piece. Closing the iterator gives the request up.
+
+        Args:
+            prompt: text or ids.
+            params: sampling and stopping.
+
+        Yields:
+            New ids and the text that is certain by now; the last chunk carries the finish reason.
+
+        Raises:
+            RequestError: the prompt cannot be served.
+        """
+        return self._chunks(self._generation(prompt, params or SamplingParams()))
+
+    def _chunks(self, generation: Generation) -> Iterator[Chunk]:
+        engine = self.engine
+        engine.start(generation)
+        try:
+            while generation.chunks or generation.finish_reason is None:
+                if generation.chunks:
+                    yield generation.chunks.popleft()
+                else:
+                    self.engine.step()
+        finally:
+            engine.abort(generation)
+
+    def _generation(self, prompt: Prompt, params: SamplingParams) -> Generation:
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"params is a {type(params).__name__}; SamplingParams are needed")
+        ids = self.engine.runner.tokenizer.encode(prompt) if isinstance(prompt, str) else _ids(prompt)
+        return self.engine.make_generation(ids, params)
+
+
+def _ids(prompt: Sequence[int]) -> list[int]:
+    if isinstance(prompt, str | bytes) or not isinstance(prompt, Sequence):
+        raise RequestError(f"a prompt is a {type(prompt).__name__}; text or a list of token ids is needed")
+    return list(prompt)
+
+
+def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """A list of prompts, whether one was given or several; a flat list of ids is one prompt."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise RequestError(f"prompts is a {type(prompts).__name__}; text, a list of token ids, or a list of those")
+    if prompts and all(isinstance(item, int) for item in prompts):
+        return [_ids(prompts)]  # type: ignore[arg-type]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, number: int) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * number
+    if len(params) != number:
+        raise RequestError(f"{len(params)} sampling parameters were given for {number} prompts; one, or one for each")
+    return list(params)

@@ -1,0 +1,66 @@
+"""From one row of logits to a token."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from minideepinfer.runtime.params import SamplingParams
+
+
+class Sampler:
+    """Draws the tokens of one request; its random numbers depend on the seed alone, not on the batch."""
+
+    def __init__(self, params: SamplingParams) -> None:
+        self.params = params
+        self._generator = torch.Generator()
+        if params.seed is None:
+            self._generator.seed()
+        else:
+            self._generator.manual_seed(params.seed)
+
+    def sample(self, logits: Tensor, forbidden: tuple[int, ...] = ()) -> int:
+        """Choose a token.
+
+        Args:
+            logits: float32 `[vocab]`, not modified.
+            forbidden: ids that may not be chosen.
+
+        Returns:
+            Its id; greedy takes the lower id among equal logits.
+        """
+        if forbidden:
+            logits = logits.clone()
+            logits[list(forbidden)] = -torch.inf
+        if self.params.temperature == 0:
+            return int(torch.nonzero(logits == logits.max())[0])
+        return self._draw(logits.cpu().double() / self.params.temperature)
+
+    def _draw(self, logits: Tensor) -> int:
+        ordered, ids = logits.sort(descending=True, stable=True)
+        probabilities = ordered.softmax(0)
+        if self.params.top_k:
+            probabilities[self.params.top_k :] = 0
+        cumulative = probabilities.cumsum(0)
+        if self.params.top_p < 1:
+            # A token stays if those before it have not reached top_p of what top_k left.
+            kept = int((cumulative - probabilities < self.params.top_p * cumulative[-1]).sum())
+            cumulative = cumulative[:kept]
+        point = torch.rand((), generator=self._generator, dtype=torch.float64) * cumulative[-1]
+        return int(ids[min(int(torch.searchsorted(cumulative, point, right=True)), len(cumulative) - 1)])
+
+
+def log_probabilities(logits: Tensor, token_id: int, count: int) -> dict[int, float]:
+    """Log-probabilities under the raw, untempered distribution.
+
+    Args:
+        logits: float32 `[vocab]`.
+        token_id: always reported, first.
+        count: most likely tokens to report besides, best first.
+    """
+    values = logits.float().log_softmax(0)
+    best = values.topk(min(count, len(values)))
+    reported = {token_id: float(values[token_id])}
+    for value, other in zip(best.values.tolist(), best.indices.tolist(), strict=True):
+        reported.setdefault(other, value)
+    return reported

@@ -233,6 +233,29 @@ def test_an_entry_named_twice_counts_twice() -> None:
     assert (run(case) - once).abs().amax() > 1e-3
 
 
+def test_a_row_alone_gives_the_same_bits_at_shapes_where_matrix_products_do_not() -> None:
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randint(0, 128, (12, 118), generator=generator).tolist()
+    case = selected_only(rows, 128, heads=10, dim=256)
+    output = run(case)
+    assert case.selection is not None
+    for row in (0, 5, 11):
+        alone = replace(
+            case,
+            batch=replace(
+                case.batch,
+                seqlens=(1,),
+                context_lens=(case.batch.context_lens[0] + row,),
+                cu_seqlens=torch.tensor([0, 1], dtype=torch.int32),
+                positions=case.batch.positions[row : row + 1],
+                request_ids=case.batch.request_ids[row : row + 1],
+            ),
+            selection=Selection(case.selection.indices[row : row + 1]),
+            **{name: getattr(case, name)[row : row + 1] for name in ("q", "window_new", "cos", "sin")},
+        )
+        assert torch.equal(run(alone), output[row : row + 1])
+
+
 def test_decode_and_prefill_rows_are_the_same_rows() -> None:
     case = selected_only([[4, 9, 4], [-1, 2, 3]], 16)
     decode = replace(case, batch=replace(case.batch, phase=Phase.DECODE))

@@ -115,13 +115,12 @@ def _gather(table: Tensor, index: Tensor, valid: Tensor) -> Tensor:
 
 
 def _softmax_attention(q: Tensor, keys: _Keys, sink: Tensor | None, scale: float) -> Tensor:
-    """Heads `[n, H, D]` in q's dtype, before the rotation back; a row without keys is unspecified."""
+    """Heads `[n, H, D]` in q's dtype, before the rotation back; a row without keys may hold NaN."""
     logits = (q.float() @ keys.values.mT) * scale
     logits = logits.masked_fill(~keys.valid.unsqueeze(1), -torch.inf)
     peak = logits.amax(-1, keepdim=True)
     if sink is not None:
         peak = peak.maximum(sink[:, None])
-    peak = peak.clamp(min=-1e30)  # finite, so that a row without keys has no inf - inf
     weights = (logits - peak).exp()
     denominator = weights.sum(-1, keepdim=True)
     if sink is not None:

@@ -36,7 +36,7 @@ def random_call(
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=values).to(dtype)
 
-    seqlens = tuple(rng.choice([0, 1, 1, 2, 7]) for _ in range(rng.choice([0, 1, 3, 4])))
+    seqlens = tuple(rng.choice([0, 1, 1, 2, 7]) for _ in range(rng.randint(0, 4)))
     context_lens = tuple(rng.choice([0, 1, 5, 13, 30]) for _ in seqlens)
     window_start = [rng.choice([0, -3, max(context - 2, 0)]) for context in context_lens]
     padding = rng.choice([0, 2]) if seqlens and seqlens[-1] else 0

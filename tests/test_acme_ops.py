@@ -114,6 +114,15 @@ def test_it_can_be_ignored(installed: Path) -> None:
 # Numbers: in this process, the example is imported from its source.
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tensors of this size gain nothing from threads, and lose much on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="module")
 def registry(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OperatorRegistry]:
     """Our operators, acme's, and the one that the guide builds, from the guide's own text."""

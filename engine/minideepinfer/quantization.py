@@ -56,8 +56,7 @@ def unpack_e2m1(packed: Tensor) -> Tensor:
 
 def pack_e2m1(codes: Tensor) -> Tensor:
     """The inverse of `unpack_e2m1`."""
-    low, high = codes.unflatten(-1, (-1, 2)).unbind(-1)
-    return low | (high << 4)
+    return codes[..., 0::2] | (codes[..., 1::2] << 4)
 
 
 def decode_e2m1(codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -66,7 +65,8 @@ def decode_e2m1(codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def _grouped(values: Tensor, scales: Tensor, group: int, dtype: torch.dtype) -> Tensor:
-    return (values.unflatten(-1, (-1, group)) * scales.unsqueeze(-1)).flatten(-2).to(dtype)
+    grouped: Tensor = values.unflatten(-1, (-1, group)) * scales.unsqueeze(-1)
+    return grouped.flatten(-2).to(dtype)
 
 
 def decode_mxfp4(packed: Tensor, exponents: Tensor, dtype: torch.dtype, group: int = 32) -> Tensor:
@@ -94,7 +94,9 @@ def decode_fp8_rows(codes: Tensor, exponents: Tensor, dtype: torch.dtype, group:
     return _grouped(codes.view(torch.float8_e4m3fn).float(), decode_e8m0(exponents), group, dtype)
 
 
-def decode_fp8_blocks(codes: Tensor, exponents: Tensor, dtype: torch.dtype, block: tuple[int, int] = (32, 32)) -> Tensor:
+def decode_fp8_blocks(
+    codes: Tensor, exponents: Tensor, dtype: torch.dtype, block: tuple[int, int] = (32, 32)
+) -> Tensor:
     """Dense FP8 with one E8M0 per block of rows x columns; blocks at the edges may be ragged.
 
     Args:

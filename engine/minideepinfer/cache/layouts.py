@@ -31,7 +31,9 @@ class CacheLayout:
         return torch.empty(blocks, entries, width, dtype=self.dtype, device=device)
 
 
-LAYOUTS = {layout.name: layout for layout in (CacheLayout("float32", torch.float32), CacheLayout("bf16", torch.bfloat16))}
+LAYOUTS = {
+    layout.name: layout for layout in (CacheLayout("float32", torch.float32), CacheLayout("bf16", torch.bfloat16))
+}
 
 
 def cache_layout(name: str) -> CacheLayout:

@@ -3,13 +3,175 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+from minideepinfer.cli.options import add_engine_options, engine_config
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from minideepinfer.runtime.llm import LLM
+    from minideepinfer.runtime.outputs import Chunk
+    from minideepinfer.runtime.params import SamplingParams
+
+DEFAULT_PROMPT = "The sqlite3_open() function"
 
 
 def add_parser(subparsers: Any) -> None:
     """Register the command."""
-    subparsers.add_parser("generate", help="not built yet").set_defaults(run=_run)
+    parser = subparsers.add_parser("generate", help="continue a prompt and show where the time goes")
+    prompt = parser.add_mutually_exclusive_group()
+    prompt.add_argument("text", nargs="?", help=f"prompt text (default: {DEFAULT_PROMPT!r})")
+    prompt.add_argument("--ids", type=_ids, metavar="1,2,3", help="prompt as token ids, taken as given")
+    parser.add_argument("--model", default="tiny", help="a checkpoint directory, or tiny (the default)")
+    parser.add_argument("--json", action="store_true", help="print data")
+    sampling = parser.add_argument_group("sampling; a parameter left out has the default of SamplingParams")
+    for name, kind in (("max-tokens", int), ("min-tokens", int), ("temperature", float), ("top-p", float)):
+        sampling.add_argument(f"--{name}", type=kind, metavar="N")
+    for name in ("top-k", "seed", "logprobs"):
+        sampling.add_argument(f"--{name}", type=int, metavar="N")
+    sampling.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be repeated")
+    sampling.add_argument("--ignore-eos", action="store_true", default=None, help="go on behind the end token")
+    add_engine_options(parser)
+    parser.set_defaults(run=_run)
+
+
+def _ids(text: str) -> list[int]:
+    try:
+        return [int(item) for item in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of ids such as 1,2,3") from None
 
 
 def _run(args: argparse.Namespace) -> int:
-    raise NotImplementedError
+    config, params = engine_config(args), _params(args)
+    prompt = args.ids if args.ids is not None else (args.text if args.text is not None else DEFAULT_PROMPT)
+
+    from minideepinfer.measure.stages import StageTimer
+    from minideepinfer.runtime.llm import LLM
+    from minideepinfer.runtime.problems import resolve_device
+
+    timer = StageTimer(resolve_device(config))
+    with _progress() as progress:
+        task = progress.add_task("load")
+        llm = LLM(
+            args.model, config, clock=timer, progress=lambda done, n: progress.update(task, completed=done, total=n)
+        )
+    with llm:
+        timer.reset()
+        if not args.json:
+            print("\n".join(llm.engine.runner.plan.lines()), end="\n\n")
+        chunks, interrupted = _stream(llm, prompt, params, quiet=args.json)
+        report = _report(llm, chunks, timer)
+        if args.json:
+            print(json.dumps(report, indent=1))
+        else:
+            _print_report(report)
+    if interrupted:
+        raise KeyboardInterrupt
+    return 0
+
+
+def _params(args: argparse.Namespace) -> SamplingParams:
+    from minideepinfer.runtime.params import SamplingParams
+
+    given = {name: getattr(args, name) for name in SamplingParams.model_fields if getattr(args, name, None) is not None}
+    return SamplingParams(**given)
+
+
+def _progress() -> Progress:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+def _stream(llm: LLM, prompt: str | list[int], params: SamplingParams, *, quiet: bool) -> tuple[list[Chunk], bool]:
+    """Chunks until the end or Ctrl-C, and which of the two it was; text appears as it comes."""
+    chunks: list[Chunk] = []
+    has_text = llm.engine.runner.tokenizer.backend is not None
+    if not quiet and isinstance(prompt, str):
+        print(prompt, end="", flush=True)
+    stream = llm.stream(prompt, params)
+    try:
+        with _progress() as progress:
+            task = progress.add_task("prefill")
+            llm.engine.on_step = lambda request: progress.update(
+                task, completed=request.num_computed_tokens, total=request.num_prompt_tokens
+            )
+            chunks.append(next(stream))
+        llm.engine.on_step = None
+        _show(chunks[0], has_text, quiet)
+        for chunk in stream:
+            chunks.append(chunk)
+            _show(chunk, has_text, quiet)
+    except KeyboardInterrupt:
+        return chunks, True
+    finally:
+        stream.close()
+        if not quiet:
+            print(flush=True)
+    return chunks, False
+
+
+def _show(chunk: Chunk, has_text: bool, quiet: bool) -> None:
+    if not quiet:
+        print(chunk.text if has_text else "".join(f"{i} " for i in chunk.token_ids), end="", flush=True)
+
+
+def _report(llm: LLM, chunks: list[Chunk], timer: Any) -> dict[str, Any]:
+    engine = llm.engine
+    totals, runner = engine.throughput, engine.runner
+    return {
+        "text": "".join(chunk.text for chunk in chunks),
+        "token_ids": [token_id for chunk in chunks for token_id in chunk.token_ids],
+        "finish_reason": chunks[-1].finish_reason if chunks else None,
+        "stages": [vars(row) for row in timer.table()],
+        "prefill_tokens": totals.prefill_tokens,
+        "prefill_tokens_per_s": totals.prefill_tokens / totals.prefill_seconds if totals.prefill_seconds else None,
+        "decode_tokens": totals.decode_tokens,
+        "decode_tokens_per_s": totals.decode_tokens / totals.decode_seconds if totals.decode_seconds else None,
+        "peak_memory_bytes": _peak_memory(runner.device.type),
+        "cache_bytes": runner.cache.num_bytes,
+        "checkpoint_bytes_read": runner.bytes_read,
+        "checkpoint_bytes_skipped": runner.skipped_bytes,
+        "plan": runner.plan.to_dict()["operators"],
+    }
+
+
+def _peak_memory(device_type: str) -> int | None:
+    """Peak bytes on the device, or of this process; None where the system does not tell."""
+    if device_type == "cuda":
+        import torch
+
+        return torch.cuda.max_memory_allocated()
+    try:
+        import resource
+    except ImportError:
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _print_report(report: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("stage", "ms", "share", "calls", title="Stages")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for row in report["stages"]:
+        table.add_row(row["stage"], f"{row['milliseconds']:.1f}", f"{row['share']:.1%}", str(row["calls"]))
+    console = Console()
+    console.print(table)
+    for phase in ("prefill", "decode"):
+        rate, tokens = report[f"{phase}_tokens_per_s"], report[f"{phase}_tokens"]
+        print(f"{phase}: {tokens} tokens, {rate:.0f} tokens/s" if rate else f"{phase}: no tokens")
+    peak = report["peak_memory_bytes"]
+    print(f"peak memory: {peak / 2**20:.0f} MiB" if peak else "peak memory: unknown", end="; ")
+    read, skipped = report["checkpoint_bytes_read"], report["checkpoint_bytes_skipped"]
+    print(f"read {read / 1e6:.1f} MB of the checkpoint, skipped {skipped / 1e6:.1f} MB (draft and vision)")

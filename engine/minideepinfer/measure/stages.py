@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ class StageTimer:
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
         self._stack: list[str] = []
-        self._seconds: Counter[str] = Counter()
+        self._seconds: dict[str, float] = defaultdict(float)
         self._calls: Counter[str] = Counter()
         self._last_mark: float | torch.cuda.Event = 0.0
         self._spans: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
@@ -62,7 +62,7 @@ class StageTimer:
         total = sum(self._seconds.values()) or 1.0
         return [
             StageRow(stage, 1e3 * seconds, seconds / total, self._calls[stage])
-            for stage, seconds in self._seconds.most_common()
+            for stage, seconds in sorted(self._seconds.items(), key=lambda item: -item[1])
         ]
 
     def _mark(self) -> None:

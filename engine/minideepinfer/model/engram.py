@@ -32,7 +32,7 @@ def engram_values(
     scales = comm.fetch_rows(weights.table_scale, ids)
     memory = decode_fp8_rows(codes, scales, dtype).view(row_ids.shape[0], -1)
     projected = quantized_linear(memory, weights.wkv, activation_quantization)
-    return projected.unflatten(-1, (-1, weights.q_weight.shape[1]))
+    return projected.view(len(row_ids), -1, weights.q_weight.shape[1])
 
 
 def inject(streams: Tensor, values: Tensor, weights: EngramWeights, config: TextConfig) -> Tensor:

@@ -129,7 +129,8 @@ class Rows:
 
     def split(self, packed: Tensor) -> tuple[Tensor, ...]:
         """Cut a packed tensor `[T, ...]` into those of the batches."""
-        return packed.split([batch.num_tokens for batch in self.batches])
+        parts: tuple[Tensor, ...] = packed.split([batch.num_tokens for batch in self.batches])
+        return parts
 
     def ring_rows(self, ring_size: int) -> Tensor:
         """Rows whose window entry a ring of this size still holds after the step, int64."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 
@@ -46,6 +46,7 @@ class Engine:
         runner: the loaded model.
         scheduler: who runs when.
         throughput: totals since the start.
+        on_step: called with each request that a step has advanced, for progress bars.
     """
 
     def __init__(self, runner: Runner) -> None:
@@ -59,6 +60,7 @@ class Engine:
             decode_rows=1 + text.dspark_block_size,
         )
         self.throughput = Throughput()
+        self.on_step: Callable[[Request], None] | None = None
         self._generations: dict[int, Generation] = {}
         self._ids = count()
 
@@ -123,6 +125,9 @@ class Engine:
                 rest = [result for result in results if not self._deliver(result)]
         if self.runner.device.type == "cuda":
             torch.cuda.synchronize(self.runner.device)
+        if self.on_step is not None:
+            for item in scheduled:
+                self.on_step(item.request)
         tokens = sum(item.num_new_tokens for item in scheduled)
         self.throughput.add(phase, tokens, time.perf_counter() - begin)
         return rest

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, overload
@@ -170,7 +170,7 @@ class LLM:
                 engine.abort(generation)
         return [generation.output() for generation in generations]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Chunk]:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[Chunk, None, None]:
         """Continue one prompt, piece by piece. Closing the iterator gives the request up.
 
         Args:
@@ -185,7 +185,7 @@ class LLM:
         """
         return self._chunks(self._generation(prompt, params or SamplingParams()))
 
-    def _chunks(self, generation: Generation) -> Iterator[Chunk]:
+    def _chunks(self, generation: Generation) -> Generator[Chunk, None, None]:
         engine = self.engine
         engine.start(generation)
         try:

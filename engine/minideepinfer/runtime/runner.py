@@ -89,9 +89,7 @@ class Runner:
         dtype: torch.dtype = getattr(torch, dtype_name)
         with Checkpoint.open(path) as checkpoint:
             self.config = checkpoint.config
-            problems = layer_problems(
-                self.config, engine_config, self.device.type, device_capability(self.device)
-            )
+            problems = layer_problems(self.config, engine_config, self.device.type, device_capability(self.device))
             self.plan = resolve(load_registry(engine_config.plugins.ignore), engine_config, problems)
             self.tokenizer = load_tokenizer(checkpoint.path, self.config)
             self.engram_hash = EngramHash(self.config, self.tokenizer.backend, self.device)

@@ -104,8 +104,7 @@ def _scores(q: Tensor, head_weights: Tensor, keys: Tensor, visible: Tensor) -> T
     for head in range(q.shape[1]):
         total += (q[:, head].double() @ keys.T).relu_() * head_weights[:, head, None].double()
     entries = torch.arange(len(keys), device=q.device)
-    scores = total.float() + 0.0  # an underflown -0.0 must tie with 0.0
-    return scores.masked_fill(entries >= visible.unsqueeze(1), -torch.inf)
+    return total.float().masked_fill(entries >= visible.unsqueeze(1), -torch.inf)
 
 
 def _best(scores: Tensor, count: int) -> Tensor:

@@ -75,7 +75,10 @@ class MoeOperator(Protocol):
     """A built MoE operator (spec 3.10). Axes: T rows, H hidden, k experts per token."""
 
     def transform_weights(self, weights: MoeWeights) -> Any:
-        """Bring one layer's weights into the form `run` wants, once, at build time; may return them as they are."""
+        """Bring one layer's weights into the form `run` wants, once, at build time; may return them as they are.
+
+        The result must serve both phases: where they have the same operator and options, they share it.
+        """
         ...
 
     def prepare(self, batches: tuple[Batch, ...]) -> Any:

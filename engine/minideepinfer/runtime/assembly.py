@@ -12,7 +12,7 @@ from minideepinfer.model.attention import AttentionLayer
 from minideepinfer.model.block import Block
 from minideepinfer.model.transformer import TextModel
 from minideepinfer.model.weights import LayerWeights, ModelWeights
-from minideepinfer.operators import Phase
+from minideepinfer.operators import MoeWeights, Phase, RegisteredOperator
 from minideepinfer.operators.build import OperatorBuilder
 from minideepinfer.operators.plan import Plan
 
@@ -59,14 +59,13 @@ class _Parts:
 
     def block(self, layer: LayerSchedule, weights: LayerWeights) -> Block:
         moe = self._operators("moe", layer.layer_id)
-        transformed = {id(operator): operator.transform_weights(weights.moe) for operator in moe.values()}
         return Block(
             layer=layer,
             weights=weights,
             config=self.config,
             attention=self._attention(layer, weights),
             moe=moe,
-            moe_weights={phase: transformed[id(operator)] for phase, operator in moe.items()},
+            moe_weights=self._moe_weights(layer.layer_id, moe, weights.moe),
             comm=self.comm,
             activation_quantization=self.engine.activation_quantization,
         )
@@ -82,6 +81,18 @@ class _Parts:
             quantize_kv=self.engine.kv_quantization == "released",
             activation_quantization=self.engine.activation_quantization,
         )
+
+    def _moe_weights(self, layer_id: int, moe: dict[Phase, Any], weights: MoeWeights) -> dict[Phase, Any]:
+        """What each phase's operator makes of the weights; made once where both phases have the same operator."""
+        made: dict[tuple[RegisteredOperator, str], Any] = {}
+        served: dict[Phase, Any] = {}
+        for phase, operator in moe.items():
+            planned = self.plan.operators["moe", layer_id, phase]
+            key = (planned.registered, planned.options.model_dump_json())
+            if key not in made:
+                made[key] = operator.transform_weights(weights)
+            served[phase] = made[key]
+        return served
 
     def _operators(self, family: str, layer_id: int | None) -> dict[Phase, Any]:
         return {phase: self.builder.build(self.plan.operators[family, layer_id, phase]) for phase in Phase}

@@ -8,8 +8,10 @@ from __future__ import annotations
 import math
 
 import torch
+from batches import locate
 from minideepinfer.quantization import qdq_fp8
-from problems import AttentionCase, IndexerCase, MoeCase, locate, selected_entries, window_positions
+from moe_problems import MoeCase
+from problems import AttentionCase, IndexerCase, selected_entries, window_positions
 from torch import Tensor
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

@@ -8,12 +8,13 @@ from dataclasses import replace
 import oracles
 import pytest
 import torch
+from batches import NAN, context, facts
 from hypothesis import HealthCheck, given, settings
 from minideepinfer.operators import Dispatched, MoeWeights, PackedExperts
 from minideepinfer.quantization import E2M1_VALUES
 from minideepinfer_comm.single import SingleComm
 from minideepinfer_moe.naive import build
-from problems import NAN, MoeCase, context, facts, moe_cases, moe_problem, random_experts
+from moe_problems import MoeCase, moe_cases, moe_problem, random_experts
 from torch import Tensor
 
 PROFILE = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])

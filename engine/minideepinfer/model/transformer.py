@@ -63,8 +63,16 @@ class TextModel:
             float32 `[N, vocab]`.
         """
         with step.clock.stage("head"):
-            normed = rms_norm(hidden[rows], self.weights.norm, self.config.rms_norm_eps)
-            logits = normed.float() @ self.weights.head.T
+            normed = self.normalize(hidden[rows])
+            logits = self.head(normed)
         if step.recorder.wants("final.normed"):
             step.recorder.record("final.normed", normed, step.decoder.request_ids[rows])
         return logits
+
+    def normalize(self, hidden: Tensor) -> Tensor:
+        """The final norm, `[N, H]`."""
+        return rms_norm(hidden, self.weights.norm, self.config.rms_norm_eps)
+
+    def head(self, normed: Tensor) -> Tensor:
+        """float32 logits `[N, vocab]` of normalised rows `[N, H]`."""
+        return normed.float() @ self.weights.head.T

@@ -130,6 +130,7 @@ def _report(llm: LLM, chunks: list[Chunk], timer: Any) -> dict[str, Any]:
         "text": "".join(chunk.text for chunk in chunks),
         "token_ids": [token_id for chunk in chunks for token_id in chunk.token_ids],
         "finish_reason": chunks[-1].finish_reason if chunks else None,
+        "logprobs": [entry for chunk in chunks for entry in chunk.logprobs or []],
         "stages": [vars(row) for row in timer.table()],
         "prefill_tokens": totals.prefill_tokens,
         "prefill_tokens_per_s": totals.prefill_tokens / totals.prefill_seconds if totals.prefill_seconds else None,

@@ -114,7 +114,17 @@ class Engine:
 
         Returns:
             The logits of requests that are not generations (see `score`).
+
+        Raises:
+            Whatever stopped the step. All that was running is then given up, since its caches may be half written.
         """
+        try:
+            return self._step(recorder)
+        except BaseException:
+            self._abandon()
+            raise
+
+    def _step(self, recorder: Capture | None) -> list[RequestLogits]:
         begin, clock = time.perf_counter(), self.runner.clock
         with clock.stage("other"):
             scheduled = self.scheduler.schedule()
@@ -153,6 +163,12 @@ class Engine:
             for request_id in unfinished:
                 self.scheduler.abort(request_id)
         return pieces
+
+    def _abandon(self) -> None:
+        for request in self.scheduler.running:
+            self.scheduler.abort(request.request_id)
+            if generation := self._generations.pop(request.request_id, None):
+                generation.abort()
 
     def _deliver(self, result: RequestLogits) -> bool:
         generation = self._generations.get(result.request.request_id)

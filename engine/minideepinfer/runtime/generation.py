@@ -40,6 +40,11 @@ class Generation:
         """Generated so far."""
         return self.request.token_ids[self.request.num_prompt_tokens :]
 
+    @property
+    def num_tokens(self) -> int:
+        """How many were generated so far."""
+        return len(self.request.token_ids) - self.request.num_prompt_tokens
+
     def accept(self, positions: range, logits: Tensor) -> None:
         """Take a step's logits: score prompt tokens, and sample where the last known token was computed.
 
@@ -65,39 +70,41 @@ class Generation:
             logprobs=None if self.params.logprobs is None else self._logprobs,
             prompt_logprobs=None if self.params.prompt_logprobs is None else self._prompt_logprobs,
             num_prompt_tokens=self.request.num_prompt_tokens,
-            num_generated_tokens=len(self.token_ids),
+            num_generated_tokens=self.num_tokens,
         )
 
     def abort(self) -> None:
         """End without a further token."""
-        self._finish([], "abort", self._detokenizer.finish())
+        self._emit([], self._complete_text(self._detokenizer.finish()), "abort")
 
     def _extend(self, logits: Tensor) -> None:
-        early = len(self.token_ids) < self.params.min_tokens
+        early = self.num_tokens < self.params.min_tokens
         token_id = self._sampler.sample(logits, tuple(self._enders) if early else ())
         if self.params.logprobs is not None:
             self._logprobs.append(log_probabilities(logits, token_id, self.params.logprobs))
         self.request.token_ids.append(token_id)
         if token_id in self._enders:
-            self._finish([token_id], "stop", self._detokenizer.finish())
+            self._emit([token_id], self._complete_text(self._detokenizer.finish()), "stop")
             return
-        text = self._detokenizer.push(token_id)
-        last = len(self.token_ids) >= self.params.max_tokens
+        text, last = self._detokenizer.push(token_id), self.num_tokens == self.params.max_tokens
         if last:
             text += self._detokenizer.finish()
-        may_stop = len(self.token_ids) >= self.params.min_tokens
-        shown, stopped = self._text.push(text, may_stop=may_stop)
+        shown, stopped = self._text.push(text, may_stop=self.num_tokens >= self.params.min_tokens)
         if stopped:
-            self.finish_reason = "stop"
+            self._emit([token_id], shown, "stop")
         elif last:
-            self.finish_reason = "length"
-            shown += self._text.flush()
-        self.chunks.append(Chunk([token_id], shown, self.finish_reason))
+            self._emit([token_id], shown + self._text.flush(), "length")
+        else:
+            self._emit([token_id], shown, None)
 
-    def _finish(self, token_ids: list[int], reason: FinishReason, text: str) -> None:
-        shown, _ = self._text.push(text, may_stop=False)
+    def _complete_text(self, rest: str) -> str:
+        shown, _ = self._text.push(rest, may_stop=False)
+        return shown + self._text.flush()
+
+    def _emit(self, token_ids: list[int], text: str, reason: FinishReason | None) -> None:
         self.finish_reason = reason
-        self.chunks.append(Chunk(token_ids, shown + self._text.flush(), reason))
+        logprobs = None if self.params.logprobs is None else self._logprobs[-1:] if token_ids else []
+        self.chunks.append(Chunk(token_ids, text, reason, logprobs))
 
 
 class StopText:
@@ -122,10 +129,10 @@ class StopText:
         Returns:
             What can be shown now, and whether a stop string was found (then nothing follows).
         """
-        pending = self._held + text
-        found = [at for at in map(pending.find, self._stops) if at >= 0] if may_stop else []
-        if found:
-            return self._show(pending, min(found)), True
+        pending, old = self._held + text, len(self._held)
+        found = [pending.find(stop, max(0, old - len(stop) + 1)) for stop in self._stops] if may_stop else []
+        if any(at >= 0 for at in found):
+            return self._show(pending, min(at for at in found if at >= 0)), True
         keep = max((_overlap(pending, stop) for stop in self._stops), default=0)
         return self._show(pending, len(pending) - keep), False
 

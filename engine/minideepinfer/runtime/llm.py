@@ -6,7 +6,7 @@ import gc
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, overload
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ from minideepinfer.runtime.runner import Runner
 
 Prompt = str | Sequence[int]
 """Text, or token ids that are taken as given."""
+
+_Item = TypeVar("_Item")
 
 
 class LLM:
@@ -127,12 +129,18 @@ class LLM:
             RequestError: a sequence is empty, too long or has an impossible id; nothing was run.
         """
         engine = self.engine
-        prompts = [len(ids) for ids in sequences] if num_prompt_tokens is None else list(num_prompt_tokens)
-        if len(prompts) != len(sequences):
-            raise RequestError(f"num_prompt_tokens has {len(prompts)} entries for {len(sequences)} sequences")
+        listed = [_ids(ids) for ids in _list(sequences, "sequences", "a list of lists of token ids")]
+        prompts = [len(ids) for ids in listed]
+        if num_prompt_tokens is not None:
+            prompts = _list(num_prompt_tokens, "num_prompt_tokens", "a list of numbers")
+        if len(prompts) != len(listed) or not all(isinstance(number, int) for number in prompts):
+            raise RequestError(f"num_prompt_tokens is {prompts}; {len(listed)} integers are needed, one per sequence")
+        if logits not in ("all", "kept"):
+            raise RequestError(f"logits is {logits!r}; `all` or `kept` is needed")
+        if capture is not None:
+            _list(capture, "capture", "a list of patterns")
         requests = [
-            engine.make_request(_ids(ids), len(ids), prompt, logits)
-            for ids, prompt in zip(sequences, prompts, strict=True)
+            engine.make_request(ids, len(ids), prompt, logits) for ids, prompt in zip(listed, prompts, strict=True)
         ]
         recorder = None if capture is None else Capture(capture)
         pieces = engine.score(requests, recorder)
@@ -204,26 +212,28 @@ class LLM:
         return self.engine.make_generation(ids, params)
 
 
+def _list(value: Sequence[_Item], name: str, needed: str) -> list[_Item]:
+    if isinstance(value, str | bytes) or not isinstance(value, Sequence):
+        raise RequestError(f"{name} is a {type(value).__name__}; {needed} is needed")
+    return list(value)
+
+
 def _ids(prompt: Sequence[int]) -> list[int]:
-    if isinstance(prompt, str | bytes) or not isinstance(prompt, Sequence):
-        raise RequestError(f"a prompt is a {type(prompt).__name__}; text or a list of token ids is needed")
-    return list(prompt)
+    return _list(prompt, "a prompt", "text or a list of token ids")
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """A list of prompts, whether one was given or several; a flat list of ids is one prompt."""
     if isinstance(prompts, str):
         return [prompts]
-    if not isinstance(prompts, Sequence):
-        raise RequestError(f"prompts is a {type(prompts).__name__}; text, a list of token ids, or a list of those")
-    if prompts and all(isinstance(item, int) for item in prompts):
-        return [_ids(prompts)]  # type: ignore[arg-type]
-    return list(prompts)  # type: ignore[arg-type]
+    listed: list[Any] = _list(prompts, "prompts", "text, a list of token ids, or a list of those")
+    return [listed] if listed and all(isinstance(item, int) for item in listed) else listed
 
 
 def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, number: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * number
-    if len(params) != number:
-        raise RequestError(f"{len(params)} sampling parameters were given for {number} prompts; one, or one for each")
-    return list(params)
+    listed = _list(params, "params", "SamplingParams or a list of them")
+    if len(listed) != number:
+        raise RequestError(f"{len(listed)} sampling parameters were given for {number} prompts; one, or one for each")
+    return listed

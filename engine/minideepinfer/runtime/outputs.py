@@ -43,8 +43,10 @@ class Chunk:
         token_ids: new ids.
         text: new text; may lag behind the ids, is never taken back.
         finish_reason: set on the last chunk.
+        logprobs: one entry per new id, None if not asked for.
     """
 
     token_ids: list[int]
     text: str
     finish_reason: FinishReason | None
+    logprobs: list[Logprobs] | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from minideepinfer.config.model import describe
 from minideepinfer.errors import RequestError
@@ -54,6 +54,12 @@ class SamplingParams(BaseModel):
         if "" in value:
             raise ValueError("an empty stop string would end every text at once")
         return value
+
+    @model_validator(mode="after")
+    def _reachable(self) -> SamplingParams:
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens {self.min_tokens} exceeds max_tokens {self.max_tokens}")
+        return self
 
     def __init__(self, **data: Any) -> None:
         try:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
+from minideepinfer.errors import MiniDeepInferError, RequestError
 from minideepinfer.runtime.params import SamplingParams
 
 
@@ -28,26 +31,30 @@ class Sampler:
 
         Returns:
             Its id; greedy takes the lower id among equal logits.
+
+        Raises:
+            RequestError: every token is forbidden.
+            MiniDeepInferError: a logit is NaN or infinite.
         """
         if forbidden:
             logits = logits.clone()
             logits[list(forbidden)] = -torch.inf
+        best = float(logits.max())
+        if best == -torch.inf:
+            raise RequestError("min_tokens is not reached, but stop_token_ids and the end token leave no other token")
+        if not math.isfinite(best):
+            raise MiniDeepInferError(f"the largest logit is {best}; the checkpoint or an operator is at fault")
         if self.params.temperature == 0:
-            return int(torch.nonzero(logits == logits.max())[0])
-        return self._draw(logits.cpu().double() / self.params.temperature)
+            return int(torch.nonzero(logits == best)[0])
+        return self._draw((logits.cpu().double() - best) / self.params.temperature)
 
     def _draw(self, logits: Tensor) -> int:
         ordered, ids = logits.sort(descending=True, stable=True)
-        probabilities = ordered.softmax(0)
-        if self.params.top_k:
-            probabilities[self.params.top_k :] = 0
-        cumulative = probabilities.cumsum(0)
-        if self.params.top_p < 1:
-            # A token stays if those before it have not reached top_p of what top_k left.
-            kept = int((cumulative - probabilities < self.params.top_p * cumulative[-1]).sum())
-            cumulative = cumulative[:kept]
-        point = torch.rand((), generator=self._generator, dtype=torch.float64) * cumulative[-1]
-        return int(ids[min(int(torch.searchsorted(cumulative, point, right=True)), len(cumulative) - 1)])
+        cumulative = ordered[: self.params.top_k or None].softmax(0).cumsum(0)
+        # A token stays if those before it have not reached top_p; that also drops those of probability 0.
+        kept = 1 + int((cumulative[:-1] < self.params.top_p * cumulative[-1]).sum())
+        point = torch.rand((), generator=self._generator, dtype=torch.float64) * cumulative[kept - 1]
+        return int(ids[min(int(torch.searchsorted(cumulative[:kept], point, right=True)), kept - 1)])
 
 
 def log_probabilities(logits: Tensor, token_id: int, count: int) -> dict[int, float]:

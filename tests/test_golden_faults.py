@@ -77,6 +77,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
         manifest(lambda m: m["sequences"][1]["token_ids"].append(5)),
         ("golden.s7.fp32-noq.safetensors", "rows"),
     ),
+    "no safetensors": (garbage, ("golden.s7.fp32-noq.safetensors", "cannot be read as safetensors")),
     "row width": (
         tensors(lambda t: t.update({"layers.2.attn.in": t["layers.2.attn.in"][:, :64].contiguous()})),
         ("golden.s7.fp32-noq.safetensors", "layers.2.attn.in"),

@@ -146,7 +146,7 @@ class LLM:
             raise RequestError(f"num_prompt_tokens is {prompts}; {len(listed)} integers are needed, one per sequence")
         if logits not in ("all", "kept"):
             raise RequestError(f"logits is {logits!r}; `all` or `kept` is needed")
-        recorder = None if capture is None else Capture(_list(capture, "capture", "a list of patterns"))
+        recorder = None if capture is None else _recorder(capture)
         requests = []
         for index, (ids, prompt) in enumerate(zip(listed, prompts, strict=True)):
             with _naming(f"sequence {index}"):
@@ -244,6 +244,13 @@ def _list(value: Sequence[_Item], name: str, needed: str) -> list[_Item]:
 
 def _ids(prompt: Sequence[int]) -> list[int]:
     return _list(prompt, "a prompt", "text or a list of token ids")
+
+
+def _recorder(capture: Sequence[str]) -> Capture:
+    patterns = _list(capture, "capture", "a list of patterns")
+    if not all(isinstance(pattern, str) for pattern in patterns):
+        raise RequestError(f"capture is {patterns}; a list of patterns is needed")
+    return Capture(patterns)
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -188,7 +188,7 @@ def test_a_refusal_names_the_sequence(llm: LLM) -> None:
     with pytest.raises(RequestError, match="sequence 1: token 0 of the prompt is -1"):
         llm.forward([PROMPT, [-1]])
     with pytest.raises(
-        RequestError, match="sequence 1: .*needs 7 pages of 16 tokens for its 97 tokens, the pool has 6"
+        RequestError, match=r"sequence 1: .*needs 7 pages of 16 tokens for its 97 tokens, the pool has 6"
     ):
         llm.forward([PROMPT, [5] * 97])
 

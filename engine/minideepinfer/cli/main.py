@@ -33,11 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that lacks a character is no reason to stop
     try:
-        args = build_parser().parse_args(argv)
-    except SystemExit as stop:  # argparse has printed its message
-        return int(stop.code or 0)
-    try:
-        code = int(args.run(args))
+        code = _run(argv)
         sys.stdout.flush()
         return code
     except MiniDeepInferError as error:
@@ -49,6 +45,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("mini-deepinfer: interrupted", file=sys.stderr)
         return 130
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    try:
+        args = build_parser().parse_args(argv)
+    except SystemExit as stop:  # argparse has printed its message
+        return int(stop.code or 0)
+    return int(args.run(args))
 
 
 if __name__ == "__main__":

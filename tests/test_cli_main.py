@@ -81,6 +81,11 @@ def test_a_fault_of_our_own_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch)
         ("engine.toml", "[ops]\nattention = 'quick'", "ops.attention: there is no attention operator 'quick'"),
         ("engine.toml", "[ops]\nsampler = 'quick'", "ops.sampler: is no operator family"),
         ("engine.toml", "[cache]\npage_tokens = 20", "cache.page_tokens: 20 is no multiple of 8"),
+        (
+            "engine.json",
+            '{"cache": {"num_pages": 3000000000}}',
+            "engine.json: cache.num_pages: Input should be less than",
+        ),
         ("engine.toml", "device = 'cuda:99'", "device: cuda:99 is not here"),
         ("engine.toml", "[plugins]\nignore = ['mini-deepinfer:moe']", "moe"),
     ],

@@ -156,6 +156,13 @@ def test_a_stream_refuses_what_its_chunks_do_not_carry(llm: LLM) -> None:
         llm.stream(PROMPT, SamplingParams(prompt_logprobs=1))
 
 
+def test_a_request_that_no_token_may_continue_is_refused_before_it_runs(llm: LLM) -> None:
+    every = SamplingParams(max_tokens=2, min_tokens=1, stop_token_ids=list(range(2048)))
+    with pytest.raises(RequestError, match="prompt 1: min_tokens is 1, but every token ends the generation"):
+        llm.generate([PROMPT, PROMPT], [FOUR, every])
+    assert llm.generate(PROMPT, every.model_copy(update={"min_tokens": 0}))[0].token_ids == CONTINUATION[:1]
+
+
 def test_any_kind_of_integer_is_an_id(llm: LLM) -> None:
     prompts = [list(np.array(PROMPT)), tuple(PROMPT), list(torch.tensor(PROMPT)), np.array(PROMPT, np.uint16).tolist()]
     assert {tuple(output.token_ids) for output in llm.generate(prompts, FOUR)} == {tuple(CONTINUATION[:4])}

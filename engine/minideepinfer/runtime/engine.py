@@ -105,7 +105,10 @@ class Engine:
         vocab = self.runner.config.text_config.vocab_size
         if out := [i for i in params.stop_token_ids if not 0 <= i < vocab]:
             raise RequestError(f"stop_token_ids {out} are outside the vocabulary of {vocab}")
-        return Generation(request, params, self.runner.tokenizer, self.runner.config.eos_token_id)
+        eos = self.runner.config.eos_token_id
+        if params.min_tokens and len({*params.stop_token_ids, *([] if params.ignore_eos else [eos])}) == vocab:
+            raise RequestError(f"min_tokens is {params.min_tokens}, but every token ends the generation")
+        return Generation(request, params, self.runner.tokenizer, eos)
 
     def start(self, generation: Generation) -> None:
         """Queue a generation."""

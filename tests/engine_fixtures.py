@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from golden_sets import GOLDEN
 from minideepinfer.cache.pages import PageAllocator
-from minideepinfer.config import EngineConfig
+from minideepinfer.config import EngineConfig, ModelConfig
 from minideepinfer.runtime.capture import Capture
 from minideepinfer.runtime.request import LogitsKind, Request
 from minideepinfer.runtime.runner import Runner
@@ -20,6 +20,7 @@ from minideepinfer.runtime.scheduler import Scheduler
 from torch import Tensor
 
 PAGE_TOKENS = {"tiny-a": 8, "tiny-b": 16}
+LONGEST = {"tiny-a": "s101", "tiny-b": "s151"}
 
 
 @cache
@@ -56,14 +57,13 @@ def golden_tokens(name: str, sequence: str) -> list[int]:
 
 
 @cache
-def sequences(name: str) -> tuple[tuple[int, ...], ...]:
-    """Token sequences to take prefixes of: the longest golden one and two seeded ones."""
-    longest = {"tiny-a": "s101", "tiny-b": "s151"}[name]
-    text = runner_of(name).config.text_config
-    image = runner_of(name).config.image_token_id
-    rng = random.Random(7)
-    ids = [i for i in range(text.vocab_size) if i != image]
-    return (tuple(golden_tokens(name, longest)), *(tuple(rng.choices(ids, k=90)) for _ in range(2)))
+def text_tokens(name: str, seed: int, length: int) -> tuple[int, ...]:
+    """The first tokens of the longest golden sequence (seed 0) or of a random one, image tokens left out."""
+    if seed == 0:
+        return tuple(golden_tokens(name, LONGEST[name])[:length])
+    config = ModelConfig.from_file(GOLDEN / name)
+    ids = [i for i in range(config.text_config.vocab_size) if i != config.image_token_id]
+    return tuple(random.Random(seed).choices(ids, k=length))
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Perplexity of the packaged trained checkpoint in every precision, against the records: `python ... [--device cuda]`."""
+"""Perplexity of the packaged trained checkpoint in every precision, against the records; `--device cuda` elsewhere."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RUNS = {
 
 
 def measure(device: str) -> dict[str, dict[str, dict[str, float]]]:
-    """Perplexity, the recorded one of the same run, and the largest difference of a log-probability, by run and text."""
+    """Perplexity, the recorded one of the same run, and the largest log-probability difference, by run and text."""
     snippets = json.loads((RECORDS / "golden.json").read_text())["snippets"]
     recorded = load_file(RECORDS / "golden.safetensors")
     names = list(snippets)

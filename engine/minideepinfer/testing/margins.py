@@ -74,7 +74,7 @@ def _index_scores(captured: Mapping[str, Tensor], layer: LayerSchedule, num_toke
 
 def _block_scores(scores: Tensor, visible: Tensor, size: int) -> Tensor:
     """Each block's best score `[rows, blocks]`, that of the newest visible block inf."""
-    best = F.pad(scores, (0, -scores.shape[1] % size), value=-torch.inf).unflatten(1, (-1, size)).amax(-1)
+    best: Tensor = F.pad(scores, (0, -scores.shape[1] % size), value=-torch.inf).unflatten(1, (-1, size)).amax(-1)
     newest = (visible.unsqueeze(1) - 1).div(size, rounding_mode="floor")
     return best.masked_fill(torch.arange(best.shape[1]) == newest, torch.inf)
 

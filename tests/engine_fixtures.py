@@ -25,15 +25,15 @@ LONGEST = {"tiny-a": "s101", "tiny-b": "s151"}
 
 @cache
 def runner_of(name: str, kv_quantization: str = "none", replay: str = "full", **settings: Any) -> Runner:
-    """A golden set's checkpoint in float32, with small pages and few of them."""
-    cache_settings = {"page_tokens": PAGE_TOKENS[name], "num_pages": 64, "max_requests": 4}
+    """A golden set's checkpoint in float32, with small pages and few of them; `cache` is given as pairs."""
+    pages = {"page_tokens": PAGE_TOKENS[name], "num_pages": 64, "max_requests": 4, **dict(settings.pop("cache", ()))}
     config = {
         "dtype": "float32",
         "device": "cpu",
         "kv_quantization": kv_quantization,
         "activation_quantization": "none",
         "replay": replay,
-        "cache": cache_settings,
+        "cache": pages,
     }
     return Runner(GOLDEN / name, EngineConfig(**config | settings))
 

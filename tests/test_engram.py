@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+from itertools import repeat
 from pathlib import Path
 
+import pytest
 import torch
-from minideepinfer.config import ModelConfig
+from engine_fixtures import Arrival, play, poison, runner_of, text_tokens
+from minideepinfer.config import EngramConfig, ModelConfig
 from minideepinfer.model.engram import engram_values, inject
 from minideepinfer.model.weights import EngramWeights
 from minideepinfer.operators import BuildContext, CommProblem, OperatorOptions, Phase
@@ -83,3 +86,32 @@ def test_no_tokens() -> None:
     w = weights()
     values = engram_values(torch.empty(0, COLUMNS, dtype=torch.int64), w, single(), torch.float32, "none")  # type: ignore[arg-type]
     assert inject(torch.zeros(0, STREAMS, HIDDEN), values, w, CONFIG).shape == (0, STREAMS, HIDDEN)
+
+
+def test_bfloat16_is_rounded_once() -> None:
+    generator = torch.Generator().manual_seed(6)
+    streams = torch.randn(7, STREAMS, HIDDEN, generator=generator).bfloat16()
+    ids = torch.randint(0, ROWS, (7, COLUMNS), generator=generator)
+    w = weights()
+    values = engram_values(ids, w, single(), torch.float32, "none").bfloat16()  # type: ignore[arg-type]
+    exact = inject(streams.float(), values.float(), w, CONFIG)
+    assert torch.equal(inject(streams, values, w, CONFIG), exact.bfloat16())
+
+
+@pytest.mark.parametrize("name", ["tiny-a", "tiny-b"])
+def test_tables_give_the_same_bits_wherever_they_lie(name: str) -> None:
+    ids = text_tokens(name, 1, 40)
+    logits = {}
+    for placement in ("device", "host", "mmap"):
+        runner = runner_of(name, engram=EngramConfig(placement=placement))
+        poison(runner)
+        logits[placement] = play(runner, [Arrival(ids, 33)], repeat(9)).rows(0)[1]
+    assert torch.equal(logits["host"], logits["device"])
+    assert torch.equal(logits["mmap"], logits["device"])
+
+
+def test_a_mapped_table_is_not_read() -> None:
+    """Loading reads what it reads with tables in memory, less their codes; exponents are read to refuse NaN."""
+    read = {place: runner_of("tiny-a", engram=EngramConfig(placement=place)).bytes_read for place in ("device", "mmap")}
+    text = runner_of("tiny-a").config.text_config
+    assert read["device"] - read["mmap"] == sum(text.engram_num_embeddings) * text.engram_head_dim

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+from itertools import repeat
 from pathlib import Path
 
 import torch
+from engine_fixtures import Arrival, play, poison, runner_of, text_tokens
 from minideepinfer.config import ModelConfig
 from minideepinfer.model.hyper_connections import Coefficients, coefficients, collapse, mix, sinkhorn
 from minideepinfer.model.weights import HyperConnectionWeights
@@ -87,3 +89,45 @@ def test_no_tokens() -> None:
     found = coefficients(streams, site(32), CONFIG)
     assert found.comb.shape == (0, 4, 4)
     assert mix(streams, torch.zeros(0, 32), found).shape == (0, 4, 32)
+
+
+def test_one_rounding_in_bfloat16() -> None:
+    generator = torch.Generator().manual_seed(3)
+    streams, output = torch.randn(9, 4, 16, generator=generator), torch.randn(9, 16, generator=generator)
+    streams, output = streams.bfloat16(), output.bfloat16()
+    site = Coefficients(*(torch.rand(9, *shape, generator=generator) for shape in ((4,), (4,), (4, 4))))
+    exact = torch.einsum("tij,tid->tjd", site.comb.double(), streams.double())
+    exact += site.post.double().unsqueeze(-1) * output.double().unsqueeze(1)
+    mixed = mix(streams, output, site)
+    assert mixed.dtype is torch.bfloat16
+    assert torch.equal(mixed, exact.float().bfloat16())
+    assert torch.equal(
+        collapse(streams, site.pre), (site.pre.double().unsqueeze(-1) * streams.double()).sum(1).float().bfloat16()
+    )
+
+
+def test_pre_belongs_to_the_next_site() -> None:
+    """What enters a sublayer is collapsed by the site before: the attention site's `pre` at the experts, and so on."""
+    runner = runner_of("tiny-a")
+    poison(runner)
+    ids = text_tokens("tiny-a", 0, 12)
+    names = ("*.streams_out", "*.next_pre_mix", "*.hc_ffn.pre", "*.attn.in", "*.hc_attn.pre", "embed")
+    captured = play(runner, [Arrival(ids, 12)], repeat(12), capture=names).capture.of(0)
+    config = runner.config.text_config
+
+    def normed(streams: Tensor, pre: Tensor, layer: int) -> Tensor:
+        x = (pre.double().unsqueeze(-1) * streams.double()).sum(1)
+        return x * x.square().mean(-1, keepdim=True).rsqrt() * runner.model.weights.layers[layer].attn_norm.double()
+
+    first = captured["embed"].unsqueeze(1).repeat(1, config.hc_mult, 1)
+    one_hot = torch.tensor([1.0, 0, 0, 0]).repeat(12, 1)
+    assert torch.allclose(captured["layers.0.attn.in"].double(), normed(first, one_hot, 0), atol=1e-5)
+    for layer in range(1, config.num_hidden_layers):
+        before = f"layers.{layer - 1}"
+        assert torch.equal(captured[f"{before}.next_pre_mix"], captured[f"{before}.hc_ffn.pre"])
+        if config.layers[layer].engram_index is None:
+            expected = normed(captured[f"{before}.streams_out"], captured[f"{before}.hc_ffn.pre"], layer)
+            wrong = normed(captured[f"{before}.streams_out"], captured[f"layers.{layer}.hc_attn.pre"], layer)
+            found = captured[f"layers.{layer}.attn.in"].double()
+            assert torch.allclose(found, expected, atol=1e-5)
+            assert (found - wrong).norm() > 0.01 * found.norm()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from engine_fixtures import LONGEST, Arrival, golden_tokens, play, poison, runner_of
 from golden_sets import GOLDEN
-from minideepinfer.testing.margins import CHOICES, SCORED, choice_margins, trace_choices
+from minideepinfer.testing.margins import SCORED, choice_margins, trace_choices
 from safetensors.torch import load_file
 from torch import Tensor
 

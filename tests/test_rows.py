@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from minideepinfer.model.rows import Rows
+from minideepinfer.model.rows import EntryRows, Rows
 from minideepinfer.operators import Phase
+from torch import Tensor
 
 PAGE_TOKENS = 8
 
@@ -74,3 +76,39 @@ def test_visible_entries() -> None:
     (batch,) = pack([7], [0], 0).batches
     assert batch.visible_entries(2).tolist() == [0, 1, 1, 2, 2, 3, 3]
     assert batch.visible_entries(1).tolist() == [1, 2, 3, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize("ratio", [1, 2])
+def test_chunks_complete_each_entry_once(ratio: int) -> None:
+    """Whatever the cuts of 13 tokens, entries come out as from one chunk, and the odd last token stays open."""
+
+    def step(context: int, length: int) -> EntryRows:
+        return pack([length], [context], 0).entries(ratio)
+
+    def places(entries: EntryRows) -> list[tuple[int, int, int]]:
+        parts: tuple[Tensor, ...] = (entries.positions, entries.pages, entries.places)
+        return list(zip(*(part.tolist() for part in parts), strict=True))
+
+    whole = step(0, 13)
+    assert len(whole.rows) == 13 // ratio
+    assert len(whole.open_rows) == 13 % ratio
+    for first in range(14):
+        for second in range(14 - first):
+            cuts = [(0, first), (first, second), (first + second, 13 - first - second)]
+            chunks = [step(context, length) for context, length in cuts]
+            assert [place for chunk in chunks for place in places(chunk)] == places(whole)
+
+
+def test_entries_by_hand() -> None:
+    """Ratio 2, positions 3 to 6: pair (2, 3) has its first token pending, (4, 5) is new, 6 stays open."""
+    entries = pack([4], [3], 0).entries(2)
+    assert entries.positions.tolist() == [2, 4]
+    assert entries.rows.tolist() == [0, 2]
+    assert entries.pending.tolist() == [True, False]
+    assert entries.open_rows.tolist() == [3]
+
+
+def test_decode_behind_prefill_is_a_mistake_of_the_caller() -> None:
+    rings, table = torch.zeros(2, dtype=torch.int64), torch.zeros(2, 1, dtype=torch.int32)
+    with pytest.raises(AssertionError, match="decode requests come first"):
+        Rows.pack([1, 1], [0, 3], [Phase.PREFILL, Phase.DECODE], [0, 0], rings, table, PAGE_TOKENS)

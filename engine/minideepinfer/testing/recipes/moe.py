@@ -94,7 +94,7 @@ class MoeRecipe:
         routing: one of `ROUTINGS`.
         shared: whether there is a shared expert.
         amplitude: standard deviation of x; large ones reach the clamps.
-        few: gate and x of small integers, so that equal routing scores are common.
+        few: gate and x of small integers, most of them 0 in the gate, so that equal routing scores are common.
         seed: of all numbers.
     """
 
@@ -121,14 +121,18 @@ class MoeRecipe:
 
         def normal(*shape: int) -> Tensor:
             few: Tensor = torch.randint(-1, 2, shape, generator=generator).float()
-            return few if self.few else torch.randn(shape, generator=generator)
+            many: Tensor = torch.randn(shape, generator=generator)
+            return few if self.few else many
 
         def matrix(rows: int, columns: int) -> Tensor:
             return (torch.randn(rows, columns, generator=generator) * columns**-0.5).to(dtype)
 
+        gate = normal(experts, hidden)
+        if self.few:
+            gate[:, 2:] = 0.0
         shared_expert = SharedExpert(matrix(inner, hidden), matrix(inner, hidden), matrix(hidden, inner))
         weights = MoeWeights(
-            gate=normal(experts, hidden).bfloat16(),
+            gate=gate.bfloat16(),
             gate_bias=normal(experts),
             experts=random_experts(self.num_local_experts, hidden, inner, generator, self.expert_start),
             shared=shared_expert if self.shared else None,

@@ -18,6 +18,7 @@ DIMS = ((1, 16), (1, 64), (1, 128), (8, 128), (32, 128))
 
 _THREE = BatchRecipe(seqlens=(3, 0, 4), context_lens=(12, 5, 0))
 _LONG = BatchRecipe(seqlens=(4,), context_lens=(30,))
+_FAR = BatchRecipe(seqlens=(6,), context_lens=(500,), page_tokens=64)
 
 EDGES = (
     IndexerRecipe(),
@@ -28,7 +29,7 @@ EDGES = (
     IndexerRecipe(_THREE, numbers="zero", topk=4, compress_ratio=2),
     IndexerRecipe(_LONG, numbers="few", num_heads=3, positive_weights=True, topk=6),
     IndexerRecipe(_LONG, num_heads=3, head_dim=16),
-    IndexerRecipe(BatchRecipe((6,), (500,), page_tokens=64), num_heads=2, head_dim=16, topk=64),
+    IndexerRecipe(_FAR, num_heads=2, head_dim=16, topk=64, positive_weights=True),
     IndexerRecipe(_LONG, role="source", numbers="few", candidate_block_size=3, candidate_topk_blocks=3),
     IndexerRecipe(_LONG, role="source", numbers="zero", candidate_block_size=3, candidate_topk_blocks=2),
     IndexerRecipe(_THREE, role="source", candidate_block_size=4, candidate_topk_blocks=6, compress_ratio=2),

@@ -33,6 +33,7 @@ EDGES = (
     replace(_FOUR, hidden_size=96, intermediate_size=96),
     replace(_FOUR, routing="gate", shared=True),
     replace(_FOUR, routing="gate", few=True, tokens=6, topk=3),
+    replace(_FOUR, routing="gate", few=True, tokens=6, topk=1),
     replace(_FOUR, amplitude=20.0, shared=True),
     replace(_FOUR, activation_quantization="released", shared=True),
     replace(_FOUR, activation_quantization="released", routing="gate"),

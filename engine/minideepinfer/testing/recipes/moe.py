@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -125,7 +126,7 @@ class MoeRecipe:
             return few if self.few else many
 
         def matrix(rows: int, columns: int) -> Tensor:
-            return (torch.randn(rows, columns, generator=generator) * columns**-0.5).to(dtype)
+            return (torch.randn(rows, columns, generator=generator) / math.sqrt(columns)).to(dtype)
 
         gate = normal(experts, hidden)
         if self.few:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -71,7 +71,7 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """Nothing failed, and something was run."""
+        """Nothing failed; that an operator serves something is one of the outcomes."""
         return not self.failures
 
 
@@ -108,6 +108,8 @@ def check_operator(
 def check_one(subject: Subject, relation: Relation | ExplicitCase, profile: Profile, seed: int) -> Outcome:
     """One relation or explicit case of one operator."""
     torch.manual_seed(seed)
+    if subject.device.type not in (devices := subject.registered.declaration.support.devices):
+        return Outcome(relation.name, SKIPPED, f"the operator serves {' and '.join(devices)} only")
     if isinstance(relation, ExplicitCase):
         return _explicit(subject, relation)
     if relation.needs and not getattr(subject.properties, relation.needs):
@@ -141,12 +143,21 @@ def pasteable(subject: Subject, name: str, recipe: Any) -> str:
     lines = ["from minideepinfer.testing.replay import replay"]
     argument = ""
     if recipe is not None:
-        modules = {type(recipe)}
-        if hasattr(recipe, "batch"):
-            modules.add(type(recipe.batch))
-        lines += sorted(f"from {kind.__module__} import {kind.__name__}" for kind in modules)
-        argument = f", {recipe!r}"
+        kinds = {type(recipe), *(type(v) for v in vars(recipe).values() if is_dataclass(v))}
+        lines += sorted(f"from {kind.__module__} import {kind.__name__}" for kind in kinds)
+        argument = f", {_code(recipe)}"
     return "\n".join([*lines, "", f"replay({operator!r}, {name!r}{argument}{device})"])
+
+
+def _code(recipe: Any) -> str:
+    """The call that makes a recipe; what has its default value is left out."""
+    given = [(field, getattr(recipe, field.name)) for field in fields(recipe)]
+    written = [
+        f"{field.name}={_code(value) if is_dataclass(value) else repr(value)}"
+        for field, value in given
+        if value != field.default
+    ]
+    return f"{type(recipe).__name__}({', '.join(written)})"
 
 
 def find_operators(registry: OperatorRegistry, wanted: Iterable[str] = ()) -> list[RegisteredOperator]:

@@ -1,8 +1,11 @@
-"""The tolerance table of `docs/conformance.md`: `python -m minideepinfer.testing.tolerances` prints it."""
+"""The tables of `docs/conformance.md`, which `python -m minideepinfer.testing.tolerances PAGE` rewrites in place."""
 
 from __future__ import annotations
 
 import importlib
+import re
+import sys
+from pathlib import Path
 
 from minideepinfer.operators import FAMILIES
 from minideepinfer.testing.contract import Conformance
@@ -23,7 +26,7 @@ def tolerance_table() -> str:
             f"| {family} | {row.dtype} | {row.compares} | {row.bound} | {row.derivation} |"
             for row in conformance(family).tolerances
         ]
-    return "\n".join(rows) + "\n"
+    return "\n".join(rows) + "\n\n"
 
 
 def relation_tables() -> str:
@@ -39,3 +42,16 @@ def relation_tables() -> str:
             text += f"| case `{case.name}` | always | {case.fault} |\n"
         text += "\n"
     return text
+
+
+def with_tables(page: str) -> str:
+    """A page with the generated tables between its markers."""
+    for name, table in (("relations", relation_tables()), ("tolerances", tolerance_table())):
+        pattern = rf"(<!-- generated: {name} -->\n).*?(<!-- end -->)"
+        page = re.sub(pattern, lambda match, text=table: f"{match[1]}\n{text}{match[2]}", page, flags=re.S)  # type: ignore[misc]
+    return page
+
+
+if __name__ == "__main__":
+    target = Path(sys.argv[1])
+    target.write_text(with_tables(target.read_text(encoding="utf-8")), encoding="utf-8")

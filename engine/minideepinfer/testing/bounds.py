@@ -14,6 +14,8 @@ from minideepinfer.testing.recipes.indexer import IndexerCase
 from minideepinfer.testing.recipes.moe import MoeCase
 from minideepinfer.testing.rounding import FLOAT32, UNIT, Approximate
 
+FLUSHED = 2.0**-63
+"""Below it a routing score, the root of a float32 number, may be flushed to zero."""
 TINY = 2.0**-120
 """Added to every bound: below it a device may flush to zero."""
 
@@ -58,9 +60,9 @@ def route(case: MoeCase) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The routing that the contract asks for.
 
     Returns:
-        ids int64 `[T, k]` ascending; weights float64 `[T, k]`; a bound on their relative error, float64 `[T, 1]`; and
-        bool `[T]`, which rows are decided: the last expert chosen is ahead of the first one left out by more than the
-        error, or ties with it exactly.
+        ids int64 `[T, k]` ascending; weights float64 `[T, k]`; a bound on their error, float64 `[T, k]`; and which
+        rows are decided, bool `[T]`: the last expert chosen is ahead of the first one left out by more than the error,
+        or ties with it exactly.
     """
     scores, ranking, error = routing_scores(case)
     topk = case.problem.topk
@@ -69,11 +71,13 @@ def route(case: MoeCase) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     decided = torch.ones(len(scores), dtype=torch.bool)
     if topk < ranked.shape[1]:
         gap = ranked[:, topk - 1] - ranked[:, topk]
-        noise = 2 * ((error * scores).amax(-1) + FLOAT32 * ranking.abs().amax(-1))
+        noise = 2 * ((error * scores).amax(-1) + FLOAT32 * ranking.abs().amax(-1) + FLUSHED)
         decided = (gap > noise) | ((gap == 0) & case.exact & _tied_alike(scores, order, topk))
     chosen = scores.gather(-1, ids)
-    weights = chosen / (chosen.sum(-1, keepdim=True) + 1e-20) * case.problem.routed_scaling
-    return ids, weights, 2 * error.amax(-1, keepdim=True) + (topk + 4) * FLOAT32, decided
+    factor = case.problem.routed_scaling / (chosen.sum(-1, keepdim=True) + 1e-20)
+    weights = chosen * factor
+    relative = 2 * error.amax(-1, keepdim=True) + (topk + 4) * FLOAT32
+    return ids, weights, weights * relative + 2 * FLUSHED * factor, decided
 
 
 def _tied_alike(scores: Tensor, order: Tensor, topk: int) -> Tensor:
@@ -87,7 +91,11 @@ def moe_bound(case: MoeCase, dtype: torch.dtype) -> Approximate:
     if case.routing is None:
         ids, weights, weight_error, _ = route(case)
     else:
-        ids, weights, weight_error = case.routing[0].long(), case.routing[1].double(), torch.zeros(len(case.x), 1)
+        ids, weights, weight_error = (
+            case.routing[0].long(),
+            case.routing[1].double(),
+            torch.zeros(case.routing[1].shape),
+        )
     value, error, spread = (torch.zeros(case.x.shape, dtype=torch.float64) for _ in range(3))
     local = ids - experts.expert_start
 
@@ -101,7 +109,7 @@ def moe_bound(case: MoeCase, dtype: torch.dtype) -> Approximate:
         w1, w3 = decode_mxfp4(experts.w13[expert], experts.w13_scale[expert], torch.float64)
         w2 = decode_mxfp4(experts.w2[expert], experts.w2_scale[expert], torch.float64)
         weight = weights[rows, slots, None]
-        add(rows, _expert(case, case.x[rows], (w1, w3, w2), weight, weight_error[rows], dtype))
+        add(rows, _expert(case, case.x[rows], (w1, w3, w2), weight, weight_error[rows, slots, None], dtype))
     if shared is not None:
         one, rows = torch.ones(len(case.x), 1, dtype=torch.float64), torch.arange(len(case.x))
         add(rows, _expert(case, case.x, (shared.w1, shared.w3, shared.w2), one, torch.zeros_like(one), dtype))
@@ -127,7 +135,15 @@ def _expert(
     gate, up = a.value.clamp(max=limit), b.value.clamp(-limit, limit)
     silu = gate * torch.sigmoid(gate)
     inner = silu * up * weight
-    # |silu'| <= 1.1; silu, its product and the weighting are a few float32 roundings.
-    error = weight * (1.1 * a.error * (up.abs() + b.error) + silu.abs() * b.error)
-    product = Approximate(inner, error + (8 * FLOAT32 + weight_error) * inner.abs()).rounded(UNIT[dtype])
+    up_error = b.error.masked_fill(b.value.abs() - b.error >= limit, 0.0)
+    error = weight * (_silu_error(a, limit) * (up.abs() + up_error) + silu.abs() * up_error)
+    error = error + weight_error * (silu * up).abs() + 8 * FLOAT32 * inner.abs()
+    product = Approximate(inner, error).rounded(UNIT[dtype])
     return (product.quantized(dtype) if quantize else product).product(w2, dtype)
+
+
+def _silu_error(a: Approximate, limit: float) -> Tensor:
+    """How far `silu(min(a, limit))` may be off: |silu'| <= 1.1, and (1 - h) e^h everywhere below h < 0."""
+    highest = (a.value + a.error).clamp(max=0.0)
+    slope = torch.where(highest < 0, ((1 - highest) * highest.exp()).clamp(max=1.1), 1.1)
+    return (slope * a.error).masked_fill(a.value - a.error >= limit, 0.0)

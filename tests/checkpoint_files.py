@@ -28,6 +28,7 @@ class Entry:
 def small_config() -> dict[str, Any]:
     """A config of four layers (window + Engram, ratio 2, ratio 1, reindex) and one draft layer, 250 tensors or so."""
     config = json.loads((DATA / "config.tiny.json").read_text())
+    config["image_token_id"] = 94
     config["text_config"] |= {
         "vocab_size": 96,
         "hidden_size": 96,

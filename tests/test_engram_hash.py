@@ -140,3 +140,13 @@ def test_a_table_of_another_size_is_refused_with_the_sums() -> None:
     text = ModelConfig.from_file(directory_of("tiny-a")).text_config
     with pytest.raises(CheckpointError, match=r"layer 4: .* 834 .* 840"):
         hash_constants(text.model_copy(update={"engram_num_embeddings": (630, 840)}))
+
+
+def test_ids_behind_the_tokenizer_hash_as_padding_without_blocking_what_is_older() -> None:
+    directory = directory_of("tiny-a")
+    config = ModelConfig.from_file(directory)
+    larger = config.model_copy(update={"text_config": config.text_config.model_copy(update={"vocab_size": 520})})
+    engram = EngramHash(larger, Tokenizer.from_file(str(directory / "tokenizer.json")))
+    beyond, pad, image = (engram.rows(torch.tensor([[9, token, 10, 11]]))[0] for token in (515, 2, 500))
+    assert torch.equal(beyond, pad)
+    assert not torch.equal(beyond, image)

@@ -91,15 +91,13 @@ def test_forbidden_tokens_never_come_and_the_logits_stay(temperature: float) -> 
     sampler = Sampler(SamplingParams(temperature=temperature, seed=0))
     assert {sampler.sample(logits, forbidden=(1, 0)) for _ in range(50)} == {2}
     assert logits.tolist() == [5.0, 9.0, 1.0]
-    with pytest.raises(RequestError, match="leave no other token"):
-        sampler.sample(logits, forbidden=(0, 1, 2))
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_broken_logits_are_an_error_not_a_token(bad: float) -> None:
+@pytest.mark.parametrize("bad", [[0.0, math.nan, 1.0], [0.0, math.inf, 1.0], [-math.inf] * 3])
+def test_broken_logits_are_an_error_not_a_token(bad: list[float]) -> None:
     for temperature in (0.0, 1.0):
         with pytest.raises(MiniDeepInferError, match="the largest logit is"):
-            Sampler(SamplingParams(temperature=temperature)).sample(torch.tensor([0.0, bad, 1.0]))
+            Sampler(SamplingParams(temperature=temperature)).sample(torch.tensor(bad))
 
 
 @given(rows, st.data(), st.integers(0, 20))

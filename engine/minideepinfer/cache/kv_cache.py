@@ -7,12 +7,23 @@ from torch import Tensor
 
 from minideepinfer.cache.layouts import CacheLayout
 from minideepinfer.config import CacheConfig, TextConfig
+from minideepinfer.errors import ConfigError
 from minideepinfer.model.rows import EntryRows, Rows
 
 
 def ring_size(config: TextConfig) -> int:
     """Slots of a window ring: the window, and room to roll a rejected draft block back."""
     return config.sliding_window + config.dspark_block_size + 1
+
+
+def _check_pages(config: TextConfig, page_tokens: int) -> None:
+    """No entry and no block of candidates may span two pages."""
+    for layer in config.layers:
+        unit = layer.compress_ratio * (config.candidate_block_size if layer.is_candidate_source else 1)
+        if layer.is_kv_source and page_tokens % unit:
+            raise ConfigError(
+                f"cache.page_tokens: {page_tokens} is no multiple of {unit}, which layer {layer.layer_id} needs"
+            )
 
 
 class KVCache:
@@ -26,9 +37,20 @@ class KVCache:
     """
 
     def __init__(self, config: TextConfig, cache: CacheConfig, layout: CacheLayout, device: torch.device) -> None:
+        _check_pages(config, cache.page_tokens)
         self.ring_size = ring_size(config)
         self.layout = layout
-        rings = cache.max_requests
+        try:
+            self._allocate(config, cache, device)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"cache: {cache.num_pages} pages of {cache.page_tokens} tokens and {cache.max_requests} window rings "
+                f"cannot be allocated on {device}; lower cache.num_pages or cache.max_requests "
+                f"({str(error).splitlines()[0]})"
+            ) from None
+
+    def _allocate(self, config: TextConfig, cache: CacheConfig, device: torch.device) -> None:
+        layout, rings = self.layout, cache.max_requests
         self.window = [layout.allocate(rings, self.ring_size, config.head_dim, device) for _ in config.layers]
         self.main: dict[int, Tensor] = {}
         self.index_keys: dict[int, Tensor] = {}

@@ -26,6 +26,10 @@ class CacheLayout:
         """Bytes of one entry of `width` channels."""
         return width * self.dtype.itemsize
 
+    def stored(self, values: Tensor) -> Tensor:
+        """Values as they will be read back, in the dtype they came in."""
+        return values.to(self.dtype).to(values.dtype)
+
     def allocate(self, blocks: int, entries: int, width: int, device: torch.device) -> Tensor:
         """An uninitialised pool `[blocks, entries, width]`; what was not written is never read."""
         return torch.empty(blocks, entries, width, dtype=self.dtype, device=device)

@@ -94,9 +94,9 @@ def _stream(llm: LLM, prompt: str | list[int], params: SamplingParams, *, quiet:
     """Chunks until the end or Ctrl-C, and which of the two it was; text appears as it comes."""
     chunks: list[Chunk] = []
     has_text = llm.engine.runner.tokenizer.backend is not None
+    stream = llm.stream(prompt, params)
     if not quiet and isinstance(prompt, str):
         print(prompt, end="", flush=True)
-    stream = llm.stream(prompt, params)
     try:
         with _progress() as progress:
             task = progress.add_task("prefill")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
+import os
 import sys
 from collections.abc import Sequence
 
@@ -26,20 +28,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Returns:
-        0 done, 1 failed (message on stderr), 2 wrong usage, 130 interrupted.
+        0 done, 1 failed (message on stderr, none if nobody reads stdout any more), 2 wrong usage, 130 interrupted.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that lacks a character is no reason to stop
     try:
-        args = build_parser().parse_args(argv)
-    except SystemExit as stop:  # argparse has printed its message
-        return int(stop.code or 0)
-    try:
-        return int(args.run(args))
+        code = _run(argv)
+        sys.stdout.flush()
+        return code
     except MiniDeepInferError as error:
         print(f"mini-deepinfer: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter flushes into it at exit
         return 1
     except KeyboardInterrupt:
         print("mini-deepinfer: interrupted", file=sys.stderr)
         return 130
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    try:
+        args = build_parser().parse_args(argv)
+    except SystemExit as stop:  # argparse has printed its message
+        return int(stop.code or 0)
+    return int(args.run(args))
 
 
 if __name__ == "__main__":

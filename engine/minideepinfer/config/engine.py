@@ -48,9 +48,11 @@ class CacheConfig(_Frozen):
     """The caches of all requests together."""
 
     layout: Literal["auto", "float32", "bf16"] = Field("auto", description="storage layout; `auto` follows `dtype`")
-    page_tokens: int = Field(64, gt=0, description="tokens per page of the global pool")
-    num_pages: int = Field(1024, gt=0, description="pages of the global pool, the page budget of the scheduler")
-    max_requests: int = Field(16, gt=0, description="requests that hold window rings at the same time")
+    page_tokens: int = Field(64, gt=0, lt=2**31, description="tokens per page of the global pool")
+    num_pages: int = Field(
+        1024, gt=0, lt=2**31, description="pages of the global pool, the page budget of the scheduler"
+    )
+    max_requests: int = Field(16, gt=0, lt=2**31, description="requests that hold window rings at the same time")
 
 
 class EngramConfig(_Frozen):

@@ -157,6 +157,14 @@ class ModelConfig(_Frozen):
     text_config: TextConfig
     vision_config: VisionConfig
 
+    @model_validator(mode="after")
+    def _ids_in_vocabulary(self) -> ModelConfig:
+        vocab = self.text_config.vocab_size
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id", "image_token_id"):
+            if getattr(self, name) >= vocab:
+                raise ValueError(f"{name} {getattr(self, name)} is outside the vocabulary of {vocab}")
+        return self
+
     @classmethod
     def from_dict(cls, data: dict[str, Any], where: str = "config") -> ModelConfig:
         """Validate a parsed `config.json`.

@@ -52,7 +52,7 @@ class AttentionLayer:
         """This step's window entries `[T, head_dim]`, as the cache holds them."""
         kv = quantized_linear(x, self.weights.wkv, self.activation_quantization)
         kv = apply_rope(rms_norm(kv, self.weights.kv_norm, self.config.rms_norm_eps), cos, sin)
-        return qdq_fp8(kv) if self.quantize_kv else kv
+        return self.cache.layout.stored(qdq_fp8(kv) if self.quantize_kv else kv)
 
     def publish(self, x: Tensor, rows: Rows, step: Step) -> None:
         """Store the global entries and index keys of these rows; nothing on layers that own none."""

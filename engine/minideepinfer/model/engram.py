@@ -30,9 +30,10 @@ def engram_values(
     ids = row_ids.flatten()
     codes = comm.fetch_rows(weights.table, ids)
     scales = comm.fetch_rows(weights.table_scale, ids)
-    memory = decode_fp8_rows(codes, scales, dtype).view(row_ids.shape[0], -1)
+    memory = decode_fp8_rows(codes, scales, dtype).view(*row_ids.shape, codes.shape[-1]).flatten(1)
     projected = quantized_linear(memory, weights.wkv, activation_quantization)
-    return projected.view(len(row_ids), -1, weights.q_weight.shape[1])
+    streams, width = weights.q_weight.shape
+    return projected.view(len(row_ids), streams + 1, width)
 
 
 def inject(streams: Tensor, values: Tensor, weights: EngramWeights, config: TextConfig) -> Tensor:

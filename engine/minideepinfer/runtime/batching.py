@@ -92,8 +92,9 @@ def build_step(
             dropped=torch.nonzero(~stays).flatten().to(device),
             dropped_rows=pack(starts, kept, nothing),
         )
-    history = torch.from_numpy(np.concatenate([_history(p, config.engram_max_ngram_size) for p in parts]))
-    history = history.to(device)
+    depth = config.engram_max_ngram_size
+    histories = [np.empty((0, depth), np.int64), *(_history(part, depth) for part in parts)]
+    history = torch.from_numpy(np.concatenate(histories)).to(device)
     return Step(history[:, 0], engram_hash.rows(history), encoder, source, decoder, narrowing)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
+from typing import SupportsIndex
 
 import torch
 
@@ -76,15 +78,22 @@ class Engine:
         Raises:
             RequestError: an id is not one of the model's text tokens, or the request can never run.
         """
-        request = Request(next(self._ids), list(token_ids), prompt, total, logits)
-        vocab, image = self.runner.config.text_config.vocab_size, self.runner.config.image_token_id
-        for position, token_id in enumerate(request.token_ids):
-            if not isinstance(token_id, int) or isinstance(token_id, bool) or not 0 <= token_id < vocab:
-                raise RequestError(f"token {position} of the prompt is {token_id!r}; ids are integers 0..{vocab - 1}")
-            if token_id == image:
-                raise RequestError(f"token {position} of the prompt is the image token {image}; only text is run")
+        known = [self._token_id(position, given) for position, given in enumerate(token_ids)]
+        request = Request(next(self._ids), known, prompt, total, logits)
         self.scheduler.check(request)
         return request
+
+    def _token_id(self, position: int, given: SupportsIndex) -> int:
+        vocab, image = self.runner.config.text_config.vocab_size, self.runner.config.image_token_id
+        try:
+            token_id = -1 if isinstance(given, bool) else operator.index(given)
+        except TypeError:
+            token_id = -1
+        if not 0 <= token_id < vocab:
+            raise RequestError(f"token {position} of the prompt is {given!r}; ids are integers 0..{vocab - 1}")
+        if token_id == image:
+            raise RequestError(f"token {position} of the prompt is the image token {image}; only text is run")
+        return token_id
 
     def make_generation(self, token_ids: Sequence[int], params: SamplingParams) -> Generation:
         """A checked request together with its sampling; see `make_request`."""
@@ -96,7 +105,10 @@ class Engine:
         vocab = self.runner.config.text_config.vocab_size
         if out := [i for i in params.stop_token_ids if not 0 <= i < vocab]:
             raise RequestError(f"stop_token_ids {out} are outside the vocabulary of {vocab}")
-        return Generation(request, params, self.runner.tokenizer, self.runner.config.eos_token_id)
+        eos = self.runner.config.eos_token_id
+        if params.min_tokens and len({*params.stop_token_ids, *([] if params.ignore_eos else [eos])}) == vocab:
+            raise RequestError(f"min_tokens is {params.min_tokens}, but every token ends the generation")
+        return Generation(request, params, self.runner.tokenizer, eos)
 
     def start(self, generation: Generation) -> None:
         """Queue a generation."""

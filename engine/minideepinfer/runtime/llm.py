@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeVar, overload
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from minideepinfer.config import EngineConfig
-from minideepinfer.errors import MiniDeepInferError, RequestError
+from minideepinfer.errors import ConfigError, MiniDeepInferError, RequestError
 from minideepinfer.operators import StageClock
 from minideepinfer.runtime.capture import Capture
 from minideepinfer.runtime.engine import Engine
@@ -54,6 +55,10 @@ class LLM:
             OperatorError: an operator that was chosen cannot serve it.
             ConfigError: something about the configuration cannot be.
         """
+        if config is not None and not isinstance(config, EngineConfig):
+            raise ConfigError(
+                f"config is a {type(config).__name__}; an EngineConfig is needed, see EngineConfig.from_dict"
+            )
         self._engine: Engine | None = Engine(Runner(model, config or EngineConfig(), clock, progress))
 
     def __enter__(self) -> LLM:
@@ -126,10 +131,14 @@ class LLM:
             sequence, the tensors captured by name.
 
         Raises:
-            RequestError: a sequence is empty, too long or has an impossible id; nothing was run.
+            RequestError: a sequence is empty, too long or has an impossible id (nothing was run), or a pattern matches
+                nothing.
         """
         engine = self.engine
-        listed = [_ids(ids) for ids in _list(sequences, "sequences", "a list of lists of token ids")]
+        listed = []
+        for index, ids in enumerate(_list(sequences, "sequences", "a list of lists of token ids")):
+            with _naming(f"sequence {index}"):
+                listed.append(_ids(ids))
         prompts = [len(ids) for ids in listed]
         if num_prompt_tokens is not None:
             prompts = _list(num_prompt_tokens, "num_prompt_tokens", "a list of numbers")
@@ -137,16 +146,16 @@ class LLM:
             raise RequestError(f"num_prompt_tokens is {prompts}; {len(listed)} integers are needed, one per sequence")
         if logits not in ("all", "kept"):
             raise RequestError(f"logits is {logits!r}; `all` or `kept` is needed")
-        if capture is not None:
-            _list(capture, "capture", "a list of patterns")
-        requests = [
-            engine.make_request(ids, len(ids), prompt, logits) for ids, prompt in zip(listed, prompts, strict=True)
-        ]
-        recorder = None if capture is None else Capture(capture)
+        recorder = None if capture is None else _recorder(capture)
+        requests = []
+        for index, (ids, prompt) in enumerate(zip(listed, prompts, strict=True)):
+            with _naming(f"sequence {index}"):
+                requests.append(engine.make_request(ids, len(ids), prompt, logits))
         pieces = engine.score(requests, recorder)
         results = [torch.cat(pieces[request.request_id]) for request in requests]
         if recorder is None:
             return results
+        recorder.check()
         return results, [recorder.of(request.request_id) for request in requests]
 
     def generate(
@@ -167,7 +176,10 @@ class LLM:
         engine = self.engine
         listed = _as_prompts(prompts)
         each = _as_params(params, len(listed))
-        generations = [self._generation(prompt, p) for prompt, p in zip(listed, each, strict=True)]
+        generations = []
+        for index, (prompt, p) in enumerate(zip(listed, each, strict=True)):
+            with _naming(f"prompt {index}"):
+                generations.append(self._generation(prompt, p))
         try:
             for generation in generations:
                 engine.start(generation)
@@ -189,13 +201,16 @@ class LLM:
             New ids and the text that is certain by now; the last chunk carries the finish reason.
 
         Raises:
-            RequestError: the prompt cannot be served.
+            RequestError: the prompt cannot be served, or `prompt_logprobs` are asked for, which chunks do not carry.
+            MiniDeepInferError: the model was closed meanwhile.
         """
-        return self._chunks(self._generation(prompt, params or SamplingParams()))
+        generation = self._generation(prompt, SamplingParams() if params is None else params)
+        if generation.params.prompt_logprobs is not None:
+            raise RequestError("prompt_logprobs come with generate; the chunks of a stream do not carry them")
+        return self._chunks(generation)
 
     def _chunks(self, generation: Generation) -> Generator[Chunk, None, None]:
-        engine = self.engine
-        engine.start(generation)
+        self.engine.start(generation)
         try:
             while generation.chunks or generation.finish_reason is None:
                 if generation.chunks:
@@ -203,13 +218,22 @@ class LLM:
                 else:
                     self.engine.step()
         finally:
-            engine.abort(generation)
+            if self._engine is not None:
+                self._engine.abort(generation)
 
     def _generation(self, prompt: Prompt, params: SamplingParams) -> Generation:
         if not isinstance(params, SamplingParams):
             raise RequestError(f"params is a {type(params).__name__}; SamplingParams are needed")
         ids = self.engine.runner.tokenizer.encode(prompt) if isinstance(prompt, str) else _ids(prompt)
         return self.engine.make_generation(ids, params)
+
+
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    try:
+        yield
+    except RequestError as error:
+        raise RequestError(f"{name}: {error}") from None
 
 
 def _list(value: Sequence[_Item], name: str, needed: str) -> list[_Item]:
@@ -222,12 +246,20 @@ def _ids(prompt: Sequence[int]) -> list[int]:
     return _list(prompt, "a prompt", "text or a list of token ids")
 
 
+def _recorder(capture: Sequence[str]) -> Capture:
+    patterns = _list(capture, "capture", "a list of patterns")
+    if not all(isinstance(pattern, str) for pattern in patterns):
+        raise RequestError(f"capture is {patterns}; a list of patterns is needed")
+    return Capture(patterns)
+
+
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """A list of prompts, whether one was given or several; a flat list of ids is one prompt."""
     if isinstance(prompts, str):
         return [prompts]
     listed: list[Any] = _list(prompts, "prompts", "text, a list of token ids, or a list of those")
-    return [listed] if listed and all(isinstance(item, int) for item in listed) else listed
+    flat = listed and not any(isinstance(item, Sequence) for item in listed)
+    return [listed] if flat else listed
 
 
 def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, number: int) -> list[SamplingParams]:

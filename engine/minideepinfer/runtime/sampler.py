@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from minideepinfer.errors import MiniDeepInferError, RequestError
+from minideepinfer.errors import MiniDeepInferError
 from minideepinfer.runtime.params import SamplingParams
 
 
@@ -27,21 +27,18 @@ class Sampler:
 
         Args:
             logits: float32 `[vocab]`, not modified.
-            forbidden: ids that may not be chosen.
+            forbidden: ids that may not be chosen, never all of them.
 
         Returns:
             Its id; greedy takes the lower id among equal logits.
 
         Raises:
-            RequestError: every token is forbidden.
-            MiniDeepInferError: a logit is NaN or infinite.
+            MiniDeepInferError: a logit is NaN or infinite, or none is finite.
         """
         if forbidden:
             logits = logits.clone()
             logits[list(forbidden)] = -torch.inf
         best = float(logits.max())
-        if best == -torch.inf:
-            raise RequestError("min_tokens is not reached, but stop_token_ids and the end token leave no other token")
         if not math.isfinite(best):
             raise MiniDeepInferError(f"the largest logit is {best}; the checkpoint or an operator is at fault")
         if self.params.temperature == 0:

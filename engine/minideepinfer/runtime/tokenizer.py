@@ -29,12 +29,16 @@ class Tokenizer:
         """Ids of a text prompt, the begin token in front where the checkpoint wants one.
 
         Raises:
-            RequestError: the checkpoint has no tokenizer.
+            RequestError: the checkpoint has no tokenizer, or the text is not Unicode.
         """
         if self.backend is None:
             raise RequestError(
                 "a text prompt needs a tokenizer, but the checkpoint has no tokenizer.json; give token ids instead"
             )
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise RequestError(f"the text prompt is not Unicode ({error.reason} at character {error.start})") from None
         ids: list[int] = self.backend.encode(text, add_special_tokens=False).ids
         return ids if self.bos_token_id is None else [self.bos_token_id, *ids]
 

@@ -64,6 +64,7 @@ class ModulePass:
         self.golden = golden
         self.comparison = comparison
         self.dtype = runner.model.dtype
+        self._index_keys: dict[int, Tensor] = {}  # by KV source whose entries lie in the cache
         self.spans = make_spans(runner, golden.sequence.token_ids, golden.probes)
         self.probe_spans = [(span, probe_step(runner, span)) for span in self.spans if len(span.probes)]
 
@@ -133,7 +134,7 @@ class ModulePass:
         selected = None if layer.index_source is None else self.golden.whole(f"layers.{layer.index_source}.index.topk")
         if x is None or (layer.index_source is not None and selected is None):
             return
-        if not layer.is_kv_source and layer.kv_source is not None and not self._has_entries(layer.kv_source):
+        if layer.kv_source not in (None, layer.layer_id, *self._index_keys):
             return
         x = self._value(x)
         config, device = self.runner.config.text_config, self.runner.device
@@ -152,9 +153,10 @@ class ModulePass:
         self.comparison.codes("window kv", f"{name}.attn.window_kv", own[f"{name}.attn.window_kv"])
         if layer.is_kv_source:
             self.comparison.codes("global kv", f"{name}.attn.compressed_kv", own[f"{name}.attn.compressed_kv"])
-            self.comparison.codes("index keys", f"{name}.index.keys", own[f"{name}.index.keys"])
+            self._index_keys[layer.layer_id] = own[f"{name}.index.keys"]
             self._restore_entries(layer, own)
-        if layer.is_index_source:
+        if layer.is_index_source and layer.kv_source is not None:
+            self.comparison.codes("index keys", f"{name}.index.keys", self._index_keys[layer.kv_source])
             self._choices(block, own)
 
     def _choices(self, block: Block, own: dict[str, Tensor]) -> None:
@@ -164,10 +166,6 @@ class ModulePass:
             self.comparison.selection(f"{name}.index.topk", own[f"{name}.index.topk"], layer)
         if layer.is_candidate_source:
             self.comparison.candidates(f"{name}.index.candidates", own[f"{name}.index.candidates"], layer)
-
-    def _has_entries(self, source: int) -> bool:
-        names = (f"layers.{source}.attn.compressed_kv", f"layers.{source}.attn.in")
-        return any(self.golden.get(name) is not None for name in names)
 
     def _restore_entries(self, layer: LayerSchedule, own: dict[str, Tensor]) -> None:
         """Put the golden entries where the layers that reuse them will look."""
@@ -235,6 +233,7 @@ class ModulePass:
         streams, pre = self.golden.probed(f"{last}.streams_out"), self.golden.probed(f"{last}.next_pre_mix")
         if streams is not None and pre is not None:
             collapsed = collapse(self._value(streams), pre.to(self.runner.device))
+            self.comparison.values("norm", "final.collapsed", collapsed.cpu())
             self.comparison.values("norm", "final.normed", model.normalize(collapsed).cpu())
         normed = self.golden.get("final.normed")
         if normed is not None:

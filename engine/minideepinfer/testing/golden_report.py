@@ -108,12 +108,9 @@ class Report:
                 )
         for what, reason in self.skipped.items():
             console.print(f"skipped {what}: {reason}", highlight=False, soft_wrap=True)
-        left_out = self.not_compared()
-        console.print(
-            f"read, not compared: {sum(left_out.values())} tensors ({', '.join(left_out)})",
-            highlight=False,
-            soft_wrap=True,
-        )
+        if left_out := self.not_compared():
+            names = f"{sum(left_out.values())} tensors ({', '.join(left_out)})"
+            console.print(f"read, not compared: {names}", highlight=False, soft_wrap=True)
         for cell in self.failures:
             console.print(
                 f"FAILED {_where(cell)}: {cell.measure} {cell.value:.2e}, bound {cell.bound}"

@@ -1,0 +1,76 @@
+"""Packed rows against loops: positions, batches by phase, entries at every chunk boundary, rows a ring holds."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from minideepinfer.model.rows import Rows
+from minideepinfer.operators import Phase
+
+PAGE_TOKENS = 8
+
+
+def pack(lens: list[int], starts: list[int], decode: int) -> Rows:
+    """Requests of which the first `decode` are decoding; page i of request r is number 100 r + i, its ring 7 r."""
+    count = len(lens)
+    phases = [Phase.DECODE] * decode + [Phase.PREFILL] * (count - decode)
+    pages = torch.tensor([[100 * r + i for i in range(12)] for r in range(count)], dtype=torch.int32).view(count, 12)
+    return Rows.pack(lens, starts, phases, [0] * count, torch.arange(count) * 7, pages, PAGE_TOKENS)
+
+
+requests = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 40)), max_size=5)
+
+
+@given(requests, st.data())
+def test_rows_are_those_of_the_requests(items: list[tuple[int, int]], data: st.DataObject) -> None:
+    decode = data.draw(st.integers(0, len(items)))
+    rows = pack([n for n, _ in items], [start for _, start in items], decode)
+    expected = [(r, start + i) for r, (n, start) in enumerate(items) for i in range(n)]
+    assert list(zip(rows.request_ids.tolist(), rows.positions.tolist(), strict=True)) == expected
+    assert rows.num_tokens == len(expected)
+    assert rows.phase == (Phase.PREFILL if decode < len(items) else Phase.DECODE)
+    rebuilt, first = [], 0
+    for batch in rows.batches:
+        assert batch.cu_seqlens.tolist() == [sum(batch.seqlens[:i]) for i in range(batch.num_requests + 1)]
+        rebuilt += [(first + r, p) for r, p in zip(batch.request_ids.tolist(), batch.positions.tolist(), strict=True)]
+        first += batch.num_requests
+    assert rebuilt == expected
+    assert [len(part) for part in rows.split(rows.positions)] == [batch.num_tokens for batch in rows.batches]
+
+
+@given(requests, st.sampled_from([1, 2]))
+def test_entries_are_those_whose_last_token_is_here(items: list[tuple[int, int]], ratio: int) -> None:
+    rows = pack([n for n, _ in items], [start for _, start in items], 0)
+    found = rows.entries(ratio)
+    per_page = PAGE_TOKENS // ratio
+    expected, opened, row = [], [], 0
+    for request, (length, start) in enumerate(items):
+        for position in range(start, start + length):
+            if (position + 1) % ratio == 0:
+                entry = (position + 1) // ratio - 1
+                pending = entry * ratio < start
+                place = (100 * request + entry // per_page, entry % per_page)
+                expected.append((row, request, 7 * request, pending, entry * ratio, *place))
+            row += 1
+        if length and (start + length) % ratio:
+            opened.append((row - 1, 7 * request))
+    fields = (found.rows, found.request_ids, found.rings, found.pending, found.positions, found.pages, found.places)
+    assert list(zip(*(field.tolist() for field in fields), strict=True)) == expected
+    assert list(zip(found.open_rows.tolist(), found.open_rings.tolist(), strict=True)) == opened
+
+
+@given(requests, st.integers(1, 9))
+def test_a_ring_holds_the_last_rows(items: list[tuple[int, int]], size: int) -> None:
+    rows = pack([n for n, _ in items], [start for _, start in items], 0)
+    expected, row = [], 0
+    for length, _ in items:
+        expected += range(row + max(0, length - size), row + length)
+        row += length
+    assert rows.ring_rows(size).tolist() == expected
+
+
+def test_visible_entries() -> None:
+    (batch,) = pack([7], [0], 0).batches
+    assert batch.visible_entries(2).tolist() == [0, 1, 1, 2, 2, 3, 3]
+    assert batch.visible_entries(1).tolist() == [1, 2, 3, 4, 5, 6, 7]

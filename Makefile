@@ -22,3 +22,4 @@ format:
 
 docs:  ## rewrite the generated pages
 	$(BIN)/python -m minideepinfer.config.reference > docs/config.md
+	$(BIN)/python -m minideepinfer.testing.tolerances docs/conformance.md

@@ -8,10 +8,11 @@ from __future__ import annotations
 import math
 
 import torch
-from batches import locate
 from minideepinfer.quantization import qdq_fp8
-from moe_problems import MoeCase
-from problems import AttentionCase, IndexerCase, selected_entries, window_positions
+from minideepinfer.testing.recipes.attention import AttentionCase
+from minideepinfer.testing.recipes.batch import locate
+from minideepinfer.testing.recipes.indexer import IndexerCase
+from minideepinfer.testing.recipes.moe import MoeCase
 from torch import Tensor
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -30,22 +31,6 @@ def rope(vector: Tensor, cos: Tensor, sin: Tensor, sign: float = 1.0) -> Tensor:
     return rotated
 
 
-def _keys_of_row(case: AttentionCase, row: int) -> Tensor:
-    batch, problem = case.batch, case.problem
-    request = int(batch.request_ids[row])
-    keys = []
-    for position in window_positions(batch, problem.sliding_window, row):
-        offset = position - batch.context_lens[request]
-        if offset >= 0:
-            keys.append(case.window_new[int(batch.cu_seqlens[request]) + offset])
-        else:
-            keys.append(case.window_ring[int(batch.ring_table[request]), position % case.window_ring.shape[1]])
-    if case.selection is not None and case.global_kv is not None:
-        for entry in selected_entries(batch, case.selection, problem.compress_ratio, row):
-            keys.append(case.global_kv[locate(batch, request, entry, problem.compress_ratio)])
-    return torch.stack(keys).double() if keys else torch.empty(0, problem.head_dim, dtype=torch.float64)
-
-
 def attention(case: AttentionCase) -> tuple[Tensor, Tensor]:
     """Attention (spec 3.8) and a bound `[T]` on an operator's error.
 
@@ -60,7 +45,7 @@ def attention(case: AttentionCase) -> tuple[Tensor, Tensor]:
     bound = torch.zeros(case.q.shape[0], dtype=torch.float64)
     sink = None if case.sink is None else case.sink.double()
     for row in range(case.q.shape[0]):
-        keys = _keys_of_row(case, row)
+        keys = case.keys(row)
         if not len(keys):
             continue
         largest = 0.0 if sink is None else float(sink.abs().max())

@@ -7,12 +7,13 @@ from dataclasses import replace
 import oracles
 import pytest
 import torch
-from batches import GARBAGE, NAN, context, facts, make_batch, move_pages, num_pages
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from minideepinfer.operators import TOKEN_INDICES, AttentionProblem, Phase, Selection
+from minideepinfer.testing.recipes.attention import AttentionCase, fill_readable
+from minideepinfer.testing.recipes.batch import GARBAGE, NAN, context, facts, make_batch, move_pages, num_pages
+from minideepinfer.testing.strategies import attention_cases
 from minideepinfer_attention.naive import build
-from problems import AttentionCase, attention_cases, fill_readable
 from torch import Tensor
 
 PROFILE = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])

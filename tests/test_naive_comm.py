@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from batches import context, facts
 from minideepinfer.operators import CommProblem
+from minideepinfer.testing.recipes.batch import context, facts
 from minideepinfer_comm.single import build
 
 COMM = build(context(CommProblem(**facts(torch.float32), hidden_size=1030, num_experts=8, world_size=1)))

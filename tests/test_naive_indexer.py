@@ -7,12 +7,13 @@ from dataclasses import replace
 import oracles
 import pytest
 import torch
-from batches import context, facts, locate, make_batch, move_pages, num_pages
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from minideepinfer.operators import TOKEN_INDICES, Batch, IndexerProblem
+from minideepinfer.testing.recipes.batch import context, facts, locate, make_batch, move_pages, num_pages
+from minideepinfer.testing.recipes.indexer import IndexerCase
+from minideepinfer.testing.strategies import indexer_cases
 from minideepinfer_indexer.naive import build
-from problems import IndexerCase, indexer_cases
 from torch import Tensor
 
 PROFILE = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])

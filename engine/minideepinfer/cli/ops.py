@@ -6,13 +6,14 @@ import argparse
 import json
 from typing import Any
 
+from minideepinfer.cli.ops_check import add_check
 from minideepinfer.cli.options import add_engine_options, engine_config
 from minideepinfer.operators import FAMILIES, RegisteredOperator, load_registry
 
 
 def add_parser(subparsers: Any) -> None:
     """Register the command."""
-    parser = subparsers.add_parser("ops", help="list the operators, or explain the choice among them")
+    parser = subparsers.add_parser("ops", help="list the operators, explain the choice among them, or check them")
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     listing = actions.add_parser("list", help="every operator of every installed plugin")
     add_engine_options(listing)
@@ -23,6 +24,7 @@ def add_parser(subparsers: Any) -> None:
     add_engine_options(explain)
     explain.add_argument("--json", action="store_true", help="print data")
     explain.set_defaults(run=_explain)
+    add_check(actions)
 
 
 def _list(args: argparse.Namespace) -> int:

@@ -28,5 +28,14 @@ def minideepinfer_operators() -> Sequence[OperatorDeclaration]:
             accepts={"cache": ("float32", "bf16"), "selection": (TOKEN_INDICES,)},
             properties=Properties(deterministic=True),
             options=TiledOptions,
-        )
+        ),
+        OperatorDeclaration(
+            family="attention",
+            name="acme-broken",
+            summary="acme-tiled with a fault, to show what the conformance kit says: never use it.",
+            build="acme_ops.broken:build",
+            tier=Tier.EXPERIMENTAL,
+            accepts={"cache": ("float32", "bf16"), "selection": (TOKEN_INDICES,)},
+            properties=Properties(deterministic=True),
+        ),
     ]

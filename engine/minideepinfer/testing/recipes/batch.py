@@ -1,20 +1,15 @@
-"""Packed ragged batches for tests: shuffled pages and rings, empty and padding requests, and what is done to them."""
+"""Packed ragged batches: shuffled pages and rings, empty and padding requests, and what is done to them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from hypothesis import strategies as st
-from minideepinfer.operators import (
-    Batch,
-    BuildContext,
-    OperatorOptions,
-    Phase,
-)
 from torch import Tensor
+
+from minideepinfer.operators import Batch, BuildContext, OperatorOptions, Phase
 
 CPU = torch.device("cpu")
 GARBAGE = 2_147_480_000
@@ -122,22 +117,60 @@ def move_pages(batch: Batch, pool: Tensor, generator: torch.Generator) -> tuple[
     return replace(batch, block_table=pages.where(owned, GARBAGE)), moved
 
 
-@st.composite
-def batches(draw: st.DrawFn, page_tokens: int, generator: torch.Generator) -> Batch:
-    """0 to 4 requests: empty ones, padding ones, fresh ones and continued ones; T may be 0."""
-    phase = draw(st.sampled_from([Phase.PREFILL, Phase.DECODE]))
-    decode = phase is Phase.DECODE
-    kinds = draw(st.lists(st.sampled_from(["real", "real", "real", "padding"]), max_size=4))
-    seqlens = [draw(st.integers(0, 3 if decode else 7)) for _ in kinds]
-    context_lens = [draw(st.integers(1 if decode else 0, 45)) for _ in kinds]
-    window_start = [draw(st.sampled_from([0, 0, max(0, c - 2), c, c + 1])) for c in context_lens]
-    padding = [r for r, kind in enumerate(kinds) if kind == "padding"]
-    return make_batch(
-        seqlens,
-        context_lens,
-        page_tokens=page_tokens,
-        phase=phase,
-        window_start=window_start,
-        padding=padding,
-        generator=generator,
+def split_requests(batch: Batch) -> tuple[tuple[Batch, Tensor], tuple[Batch, Tensor]]:
+    """The first half of each request's rows and the rest, as two steps, each with its rows' numbers in the batch."""
+    cuts = [length // 2 for length in batch.seqlens]
+    return _part(batch, [0] * len(cuts), cuts), _part(batch, cuts, list(batch.seqlens))
+
+
+def _part(batch: Batch, starts: Sequence[int], stops: Sequence[int]) -> tuple[Batch, Tensor]:
+    offsets = batch.cu_seqlens.tolist()
+    pairs = list(zip(starts, stops, strict=True))
+    rows = torch.tensor([offsets[r] + i for r, pair in enumerate(pairs) for i in range(*pair)], dtype=torch.int64)
+    seqlens = tuple(stop - start for start, stop in pairs)
+    part = replace(
+        batch,
+        seqlens=seqlens,
+        context_lens=tuple(c + start for c, start in zip(batch.context_lens, starts, strict=True)),
+        cu_seqlens=torch.tensor([sum(seqlens[:r]) for r in range(len(seqlens) + 1)], dtype=torch.int32),
+        positions=batch.positions[rows],
+        request_ids=batch.request_ids[rows],
     )
+    return part, rows
+
+
+@dataclass(frozen=True)
+class BatchRecipe:
+    """The structure of a packed batch; lengths one per request.
+
+    Attributes:
+        seqlens: new rows.
+        context_lens: position of the first row.
+        window_start: first position whose window entry exists; empty = 0 everywhere.
+        padding: requests whose rows are all padding.
+        page_tokens: tokens per page.
+        decode: phase of the rows.
+    """
+
+    seqlens: tuple[int, ...] = ()
+    context_lens: tuple[int, ...] = ()
+    window_start: tuple[int, ...] = ()
+    padding: tuple[int, ...] = ()
+    page_tokens: int = 8
+    decode: bool = False
+
+    def build(self, generator: torch.Generator) -> Batch:
+        """Pack it, pages and rings in random order."""
+        return make_batch(
+            self.seqlens,
+            self.context_lens,
+            page_tokens=self.page_tokens,
+            phase=Phase.DECODE if self.decode else Phase.PREFILL,
+            window_start=self.window_start,
+            padding=self.padding,
+            generator=generator,
+        )
+
+
+NO_REQUESTS = BatchRecipe()
+"""A batch of nothing."""

@@ -1,0 +1,60 @@
+"""The command `mini-deepinfer ops check`: the conformance kit, operator by operator."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+from typing import Any
+
+from minideepinfer.errors import OperatorError
+from minideepinfer.operators import load_registry
+
+
+def add_check(actions: Any) -> None:
+    """Register the action."""
+    parser = actions.add_parser("check", help="prove that operators are right: every relation of their family")
+    parser.add_argument(
+        "operators",
+        nargs="*",
+        metavar="FAMILY[:NAME]",
+        help="what to check, also as DISTRIBUTION:FAMILY/NAME; everything that is installed if nothing is named",
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--profile", choices=("quick", "thorough"), default="quick", help="how hard to look")
+    parser.add_argument("--seed", type=int, default=0, help="the same seed draws the same calls")
+    parser.add_argument("--json", action="store_true", help="print data")
+    parser.set_defaults(run=_check)
+
+
+def _check(args: argparse.Namespace) -> int:
+    if importlib.util.find_spec("hypothesis") is None:
+        raise OperatorError("ops check needs hypothesis, which is not installed: pip install 'mini-deepinfer[testing]'")
+    from minideepinfer.testing import report
+    from minideepinfer.testing.checking import check_operator, find_operators
+    from minideepinfer.testing.search import PROFILES
+
+    registry = load_registry()
+    operators = find_operators(registry, args.operators)
+    _require_device(args.device)
+    if not args.json:
+        print(f"profile {args.profile}, seed {args.seed}, device {args.device}", flush=True)
+    reports = []
+    for operator in operators:
+        reports.append(check_operator(operator, registry, PROFILES[args.profile], args.seed, args.device))
+        if not args.json:
+            print("\n".join(report.lines(reports[-1])), flush=True)
+    failed = [each.title for each in reports if not each.passed]
+    if args.json:
+        facts = {"profile": args.profile, "seed": args.seed, "device": args.device}
+        print(json.dumps({**facts, "operators": [report.data(each) for each in reports]}, indent=1))
+    else:
+        print(f"{len(reports) - len(failed)} of {len(reports)} operators passed")
+    return 1 if failed else 0
+
+
+def _require_device(device: str) -> None:
+    import torch
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise OperatorError("--device cuda: this machine has no CUDA device; cpu always works")

@@ -1,0 +1,191 @@
+"""Checking an operator: every relation and explicit case of its family, with a report."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import torch
+
+from minideepinfer.errors import OperatorError
+from minideepinfer.operators import FAMILIES, OperatorRegistry, RegisteredOperator
+from minideepinfer.testing.contract import Crash, ExplicitCase, Refused, Relation, Violation
+from minideepinfer.testing.search import Failure, Profile, search
+from minideepinfer.testing.subject import Subject, Tally
+from minideepinfer.testing.tolerances import conformance
+
+PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one relation or explicit case.
+
+    Attributes:
+        name: of the relation or case.
+        status: `passed`, `failed` or `skipped`.
+        reason: what failed, or why it was skipped.
+        crash: whether the operator raised an exception.
+        code: makes the failing call again, as Python one can paste; empty unless failed.
+    """
+
+    name: str
+    status: str
+    reason: str = ""
+    crash: bool = False
+    code: str = ""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What is known of one operator.
+
+    Attributes:
+        title: family, name, distribution and version.
+        outcomes: of every relation and explicit case.
+        calls: how often the operator was called.
+        refused: reasons for which it refused a call, with counts.
+        worst: largest error in units of its bound.
+        seconds: it took.
+    """
+
+    title: str
+    outcomes: tuple[Outcome, ...]
+    calls: int
+    refused: Counter[str]
+    worst: float
+    seconds: float
+
+    @property
+    def failures(self) -> tuple[Outcome, ...]:
+        """What failed."""
+        return tuple(outcome for outcome in self.outcomes if outcome.status == FAILED)
+
+    @property
+    def held(self) -> tuple[str, ...]:
+        """Names of what holds."""
+        return tuple(outcome.name for outcome in self.outcomes if outcome.status == PASSED)
+
+    @property
+    def passed(self) -> bool:
+        """Nothing failed; that an operator serves something is one of the outcomes."""
+        return not self.failures
+
+
+def check_operator(
+    operator: RegisteredOperator, registry: OperatorRegistry, profile: Profile, seed: int = 0, device: str = "cpu"
+) -> Report:
+    """Check one operator against everything that the kit knows about its family.
+
+    Args:
+        operator: what to check.
+        registry: where the reference operators are found.
+        profile: how hard to look.
+        seed: the same seed finds the same.
+        device: `cpu` or `cuda`.
+
+    Raises:
+        OperatorError: no reference operator of the family is registered.
+    """
+    start, tally, family = time.perf_counter(), Tally(), conformance(operator.declaration.family)
+    outcomes = []
+    for relation in family.entries:
+        subject = Subject(operator, registry, family, device)
+        outcomes.append(check_one(subject, relation, profile, seed))
+        tally.ran += subject.tally.ran
+        tally.refused += subject.tally.refused
+        tally.worst = max(tally.worst, subject.tally.worst)
+    if not tally.ran and device in operator.declaration.support.devices:
+        reasons = "; ".join(tally.refused) or "nothing was asked"
+        outcomes.append(Outcome("serves-something", FAILED, f"every case was skipped on {device}: {reasons}"))
+    seconds = time.perf_counter() - start
+    return Report(operator.title, tuple(outcomes), tally.ran, tally.refused, tally.worst, seconds)
+
+
+def check_one(subject: Subject, relation: Relation | ExplicitCase, profile: Profile, seed: int) -> Outcome:
+    """One relation or explicit case of one operator."""
+    torch.manual_seed(seed)
+    if subject.device.type not in (devices := subject.registered.declaration.support.devices):
+        return Outcome(relation.name, SKIPPED, f"the operator serves {' and '.join(devices)} only")
+    if isinstance(relation, ExplicitCase):
+        return _explicit(subject, relation)
+    if relation.needs and not getattr(subject.properties, relation.needs):
+        return Outcome(relation.name, SKIPPED, f"the operator does not declare {relation.needs}")
+    failure = search(subject, relation, profile, seed)
+    if failure is not None:
+        return _failed(subject, relation.name, failure)
+    if not subject.tally.ran:
+        return Outcome(relation.name, SKIPPED, "the operator refuses every call")
+    return Outcome(relation.name, PASSED)
+
+
+def _explicit(subject: Subject, case: ExplicitCase) -> Outcome:
+    try:
+        case.check(subject)
+    except Refused as refused:
+        return Outcome(case.name, FAILED, f"the operator refuses the case at all dims that the kit tries: {refused}")
+    except (Violation, Crash) as error:
+        return _failed(subject, case.name, Failure(str(error), isinstance(error, Crash)))
+    return Outcome(case.name, PASSED)
+
+
+def _failed(subject: Subject, name: str, failure: Failure) -> Outcome:
+    return Outcome(name, FAILED, failure.message, failure.crash, pasteable(subject, name, failure.recipe))
+
+
+def pasteable(subject: Subject, name: str, recipe: Any) -> str:
+    """Python that makes a failing call again."""
+    operator = f"{subject.registered.declaration.family}:{subject.registered.name}"
+    device = "" if subject.device.type == "cpu" else f", device={str(subject.device)!r}"
+    lines = ["from minideepinfer.testing.replay import replay"]
+    argument = ""
+    if recipe is not None:
+        kinds = {type(recipe), *(type(v) for v in vars(recipe).values() if is_dataclass(v))}
+        lines += sorted(f"from {kind.__module__} import {kind.__name__}" for kind in kinds)
+        argument = f", {_code(recipe)}"
+    return "\n".join([*lines, "", f"replay({operator!r}, {name!r}{argument}{device})"])
+
+
+def _code(recipe: Any) -> str:
+    """The call that makes a recipe; what has its default value is left out."""
+    given = [(field, getattr(recipe, field.name)) for field in fields(recipe)]
+    written = [
+        f"{field.name}={_code(value) if is_dataclass(value) else repr(value)}"
+        for field, value in given
+        if value != field.default
+    ]
+    return f"{type(recipe).__name__}({', '.join(written)})"
+
+
+def find_operators(registry: OperatorRegistry, wanted: Iterable[str] = ()) -> list[RegisteredOperator]:
+    """The operators that are named; all of them if none is.
+
+    Args:
+        registry: where to look.
+        wanted: `family`, `family:name`, or `distribution:family/name`.
+
+    Raises:
+        OperatorError: there is no such operator, or it comes from another distribution.
+    """
+    names = list(wanted) or list(FAMILIES)
+    found: list[RegisteredOperator] = []
+    for name in names:
+        found += [operator for operator in _find(registry, name) if operator not in found]
+    return found
+
+
+def _find(registry: OperatorRegistry, wanted: str) -> list[RegisteredOperator]:
+    first, colon, rest = wanted.partition(":")
+    if not colon:
+        return list(registry.operators(first))
+    family, slash, name = rest.partition("/")
+    if not slash:
+        return [registry.get(first, rest)]
+    operator = registry.get(family, name)
+    distribution = first.replace("_", "-").replace(".", "-").lower()
+    if operator.distribution != distribution:
+        raise OperatorError(f"{wanted}: {operator.title} does not come from {distribution}")
+    return [operator]

@@ -1,0 +1,61 @@
+"""The conformance kit as tests: one per operator and relation.
+
+pytest --pyargs minideepinfer.testing.conformance --operator acme_ops:attention/acme-tiled
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from minideepinfer.operators import OperatorRegistry, RegisteredOperator, load_registry
+from minideepinfer.testing.checking import FAILED, SKIPPED, check_one, find_operators
+from minideepinfer.testing.contract import ExplicitCase, Relation
+from minideepinfer.testing.search import PROFILES, edge_recipes
+from minideepinfer.testing.subject import Subject
+from minideepinfer.testing.tolerances import conformance
+
+
+@cache
+def _registry() -> OperatorRegistry:
+    return load_registry()
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """One test for each operator and each relation or explicit case of its family."""
+    operators = find_operators(_registry(), metafunc.config.getoption("--operator"))
+    if "entry" not in metafunc.fixturenames:
+        metafunc.parametrize("operator", [pytest.param(operator, id=operator.name) for operator in operators])
+        return
+    pairs = [
+        pytest.param(operator, entry, id=f"{family.family}/{operator.name}-{entry.name}")
+        for operator in operators
+        for family in [conformance(operator.declaration.family)]
+        for entry in family.entries
+    ]
+    metafunc.parametrize(("operator", "entry"), pairs)
+
+
+def test_it_holds(operator: RegisteredOperator, entry: Relation | ExplicitCase, pytestconfig: pytest.Config) -> None:
+    """The relation or explicit case holds for the operator."""
+    family = conformance(operator.declaration.family)
+    subject = Subject(operator, _registry(), family, pytestconfig.getoption("--operator-device"))
+    profile = PROFILES[pytestconfig.getoption("--operator-profile")]
+    outcome = check_one(subject, entry, profile, pytestconfig.getoption("--operator-seed"))
+    if outcome.status == SKIPPED:
+        pytest.skip(outcome.reason)
+    if outcome.status == FAILED:
+        pytest.fail(f"{operator.title}: {outcome.reason}\n\n{outcome.code}", pytrace=False)
+
+
+def test_it_serves_something(operator: RegisteredOperator, pytestconfig: pytest.Config) -> None:
+    """An operator serves at least one of the kit's edge cases on a device that it claims."""
+    device = pytestconfig.getoption("--operator-device")
+    if device not in operator.declaration.support.devices:
+        pytest.skip(f"the operator does not claim {device}")
+    family = conformance(operator.declaration.family)
+    subject = Subject(operator, _registry(), family, device)
+    reasons = [subject.obstacles(recipe.build()) for recipe in edge_recipes(family, subject.dtypes)]
+    if all(reasons):
+        pytest.fail(f"{operator.title} refuses every edge case: {reasons[0]}", pytrace=False)

@@ -1,0 +1,1 @@
+"""One conformance module per operator family; each has a `Conformance` as FAMILY."""

@@ -1,0 +1,132 @@
+"""Attention: edge cases tried first, and cases A1 to A3."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from minideepinfer.operators import Selection
+from minideepinfer.testing.contract import ExplicitCase, Violation
+from minideepinfer.testing.recipes.attention import AttentionCase, AttentionRecipe, fill_readable
+from minideepinfer.testing.recipes.batch import GARBAGE, NAN, BatchRecipe
+from minideepinfer.testing.subject import Subject
+from minideepinfer.testing.tensors import same_bits
+
+DIMS = ((2, 64, 16), (2, 128, 64), (2, 512, 64), (16, 512, 64), (64, 512, 64))
+"""Heads, head_dim and rope_dim that a case may run at, the wanted ones first."""
+
+_THREE = BatchRecipe(seqlens=(3, 0, 2), context_lens=(12, 5, 0))
+
+EDGES = (
+    AttentionRecipe(),
+    AttentionRecipe(BatchRecipe((1,), (0,))),
+    AttentionRecipe(BatchRecipe((0, 0), (3, 0))),
+    AttentionRecipe(BatchRecipe((2,), (30,)), compress_ratio=0, sliding_window=9),
+    AttentionRecipe(BatchRecipe((1, 2), (8, 20), padding=(0,)), sink=1.0),
+    AttentionRecipe(BatchRecipe((3,), (7,)), compress_ratio=2, pattern="newest", index_topk=5),
+    AttentionRecipe(BatchRecipe((5,), (6,), page_tokens=8), compress_ratio=1, pattern="newest", index_topk=9),
+    AttentionRecipe(_THREE, pattern="front", index_topk=9, sink=1.0, num_heads=3),
+    AttentionRecipe(_THREE, pattern="behind", index_topk=9, with_lens=True),
+    AttentionRecipe(_THREE, pattern="valid", compress_ratio=2, sink=30.0, num_heads=2),
+    AttentionRecipe(_THREE, pattern="none", sink=1.0),
+    AttentionRecipe(_THREE, pattern="one", index_topk=5, sliding_window=1, q_amplitude=4.0),
+    AttentionRecipe(BatchRecipe((4,), (40,), window_start=(45,)), pattern="front", index_topk=9),
+    AttentionRecipe(BatchRecipe((7,), (0,)), sliding_window=3, spare_slots=0, q_amplitude=4.0),
+    AttentionRecipe(BatchRecipe((2, 1), (17, 33), decode=True), sliding_window=6, spare_slots=0, index_topk=9),
+)
+
+
+def selected_only(
+    indices: Sequence[Sequence[int]], num_entries: int, dims: tuple[int, int, int], dtype: str
+) -> AttentionCase:
+    """One request per row, which shows `num_entries` entries and has no window; memory that is not selected is NaN."""
+    rows, (heads, head_dim, rope_dim) = len(indices), dims
+    batch = BatchRecipe((1,) * rows, (num_entries - 1,) * rows, (num_entries,) * rows, page_tokens=64)
+    recipe = AttentionRecipe(
+        batch,
+        dtype=dtype,
+        num_heads=heads,
+        head_dim=head_dim,
+        rope_dim=rope_dim,
+        index_topk=len(indices[0]),
+        pattern="none",
+        seed=11,
+    )
+    case = replace(recipe.build(), selection=Selection(torch.tensor(indices, dtype=torch.int32)))
+    fill_readable(case, torch.Generator().manual_seed(12))
+    return case
+
+
+def _nearest(subject: Subject, indices: Sequence[Sequence[int]], num_entries: int, dtype: str) -> AttentionCase:
+    return subject.nearest(selected_only(indices, num_entries, dims, dtype) for dims in DIMS)
+
+
+def _heads(subject: Subject, case: AttentionCase) -> Tensor:
+    """The operator's output, compared with the reference."""
+    found = subject.run(case)
+    subject.family.compare(subject, case, found, subject.reference(case), 1.0)
+    return found["heads"]
+
+
+def a1(subject: Subject) -> None:
+    """48 invalid slots in front of four valid ones; and a row that has nothing."""
+    for dtype in subject.dtypes:
+        case = _nearest(subject, [[-1] * 48 + [5, 17, 40, 80] + [-1] * 12, [-1] * 64], 96, dtype)
+        sink = torch.full((case.problem.num_heads,), 0.3)
+        sink[1::2] = -0.2
+        for chosen in (None, sink):
+            for seed in range(3):
+                order = torch.randperm(64, generator=torch.Generator().manual_seed(seed)) if seed else torch.arange(64)
+                assert case.selection is not None
+                indices = case.selection.indices[:, order]
+                heads = _heads(subject, replace(case, sink=chosen, selection=Selection(indices)))
+                if not bool((heads[1] == 0).all()) or bool((heads[0] == 0).all()):
+                    raise Violation("row 1 has no key and must be zero, row 0 has four")
+
+
+def a2(subject: Subject) -> None:
+    """A padding row of NaN changes no bit of the real rows, nor the scale of the output."""
+    for dtype in subject.dtypes:
+        rows = []
+        for count in (1, 7, 20):
+            front = (32 - count) // 2
+            rows.append([-1] * front + list(range(3, 3 + count)) + [-1] * (32 - count - front))
+        padded = _nearest(subject, [*rows, [-1] * 32], 64, dtype)
+        positions, q = padded.batch.positions.clone(), padded.q.clone()
+        positions[3], q[3] = -1, NAN
+        padded = replace(padded, q=q, batch=replace(padded.batch, positions=positions))
+        alone, real = padded.take([0, 1, 2])
+        with_padding, without = _heads(subject, padded), _heads(subject, alone)
+        if not bool((with_padding[3] == 0).all()):
+            raise Violation("the padding row is not zero")
+        if not same_bits(with_padding[real], without):
+            raise Violation("the padding row changes bits of the real rows")
+        scale = with_padding.float().abs().amax() / 448.0
+        if not bool(scale.isfinite()) or not torch.equal(scale, without.float().abs().amax() / 448.0):
+            raise Violation(f"the padding row changes the FP8 scale of the output to {float(scale)}")
+
+
+def a3(subject: Subject) -> None:
+    """What lies past `lens` is left over from another call; an index that is not visible is invalid."""
+    real = [3, 9, 11, 30, 49]
+    lens = torch.tensor([5], dtype=torch.int32)
+    for dtype in subject.dtypes:
+        clean = _nearest(subject, [real + [-1] * 59], 50, dtype)
+        expected = {"heads": _heads(subject, clean)}
+        for rest in ([GARBAGE] * 59, [50, 53, -7] + [12] * 56, [0, GARBAGE, -1] + [-7] * 56):
+            indices = torch.tensor([real + rest], dtype=torch.int32)
+            found = subject.run(replace(clean, selection=Selection(indices, lens)))
+            subject.agree(clean, found, expected, "with other values past lens", exact=subject.properties.deterministic)
+        for row in (real + [GARBAGE] * 59, [*([50, -7] * 29), 53, *real]):
+            found = subject.run(replace(clean, selection=Selection(torch.tensor([row], dtype=torch.int32))))
+            subject.agree(clean, found, expected, "with indices that are not visible", exact=False)
+
+
+CASES = (
+    ExplicitCase("A1", "a first tile without any valid key: a running maximum of -inf minus -inf", a1),
+    ExplicitCase("A2", "a padding row whose NaN reaches the real rows or their scale", a2),
+    ExplicitCase("A3", "left-over values in a reused index buffer, read past `lens` or out of bounds", a3),
+)

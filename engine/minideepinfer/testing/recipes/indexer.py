@@ -1,0 +1,145 @@
+"""Indexer calls over shuffled pages; keys that no row may see are NaN."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minideepinfer.operators import TOKEN_INDICES, Batch, IndexerProblem
+from minideepinfer.testing.recipes.batch import (
+    CACHE_LAYOUTS,
+    NAN,
+    NO_REQUESTS,
+    BatchRecipe,
+    facts,
+    num_pages,
+    split_requests,
+    take_requests,
+)
+
+ROLES = ("plain", "source", "reindex")
+
+
+@dataclass(frozen=True)
+class IndexerCase:
+    """One indexer call; `exact` = its numbers are small integers, so that every score is exact."""
+
+    problem: IndexerProblem
+    batch: Batch
+    q: Tensor
+    head_weights: Tensor
+    index_keys: Tensor
+    candidates: Tensor | None
+    exact: bool = False
+
+    @property
+    def units(self) -> int:
+        """Requests."""
+        return self.batch.num_requests
+
+    def run(self, operator: Any) -> tuple[Tensor, Tensor | None]:
+        """Call an operator: selected indices (-1 past `lens`) and candidates."""
+        metadata = operator.prepare(self.batch)
+        output = operator.run(self.q, self.head_weights, self.index_keys, self.candidates, metadata)
+        indices, lens = output.selection.indices, output.selection.lens
+        if lens is not None:
+            indices = indices.where(torch.arange(indices.shape[1], device=lens.device) < lens[:, None], -1)
+        return indices, output.candidates
+
+    def take(self, order: Sequence[int]) -> tuple[IndexerCase, Tensor]:
+        """Some requests in another order, and which old row each new row is."""
+        batch, rows = take_requests(self.batch, order)
+        return self._rows(batch, rows), rows
+
+    def split(self) -> tuple[tuple[IndexerCase, Tensor], tuple[IndexerCase, Tensor]]:
+        """Two steps instead of one; the keys are there in both."""
+        (head, first), (tail, rest) = split_requests(self.batch)
+        return (self._rows(head, first), first), (self._rows(tail, rest), rest)
+
+    def _rows(self, batch: Batch, rows: Tensor) -> IndexerCase:
+        candidates = None if self.candidates is None else self.candidates[rows]
+        return replace(self, batch=batch, q=self.q[rows], head_weights=self.head_weights[rows], candidates=candidates)
+
+    def logical_keys(self, row: int) -> Tensor:
+        """The keys a row sees, in logical order, float64 `[visible, d]`."""
+        visible = int(self.batch.visible_entries(self.problem.compress_ratio)[row])
+        entries, per_page = torch.arange(visible), self.index_keys.shape[1]
+        pages = self.batch.block_table[self.batch.request_ids[row]].long()[entries // per_page]
+        return self.index_keys[pages, entries % per_page].double()
+
+
+@dataclass(frozen=True)
+class IndexerRecipe:
+    """Makes an indexer call; the field names are those of `IndexerProblem` where it has them.
+
+    Attributes:
+        batch: the packed rows.
+        role: one of `ROLES`: no candidates, emits them, uses them.
+        numbers: `normal`; `few`, small integers, so that scores are exact and ties are everywhere; or `zero`, all
+            scores equal.
+        positive_weights: whether head weights are all positive.
+        seed: of all numbers.
+    """
+
+    batch: BatchRecipe = NO_REQUESTS
+    dtype: str = "float32"
+    num_heads: int = 1
+    head_dim: int = 4
+    compress_ratio: int = 1
+    topk: int = 3
+    role: str = "plain"
+    candidate_topk_blocks: int = 2
+    candidate_block_size: int = 2
+    numbers: str = "normal"
+    positive_weights: bool = False
+    seed: int = 0
+
+    def build(self) -> IndexerCase:
+        """The call."""
+        generator = torch.Generator().manual_seed(self.seed)
+        dtype, batch = getattr(torch, self.dtype), self.batch.build(generator)
+
+        def numbers(*shape: int) -> Tensor:
+            if self.numbers == "normal":
+                return torch.randn(shape, generator=generator).to(dtype)
+            few = torch.randint(-1, 2, shape, generator=generator).to(dtype)
+            return few if self.numbers == "few" else -few.abs()
+
+        q = numbers(batch.num_tokens, self.num_heads, self.head_dim)
+        if self.numbers == "zero":
+            q = -q
+        q[batch.positions < 0] = NAN
+        per_page = self.batch.page_tokens // self.compress_ratio
+        keys = torch.full((num_pages(batch), per_page, self.head_dim), NAN, dtype=dtype)
+        visible = batch.visible_entries(self.compress_ratio)
+        for request, pages in enumerate(batch.block_table):
+            seen = visible[batch.request_ids == request].tolist()
+            for entry in range(max([*seen, 0])):
+                keys[pages[entry // per_page], entry % per_page] = numbers(self.head_dim)
+        head_weights = numbers(batch.num_tokens, self.num_heads)
+        candidates = torch.randint(-1, 26, (batch.num_tokens, self.candidate_topk_blocks), generator=generator).int()
+        return IndexerCase(
+            problem=self._problem(batch, dtype),
+            batch=batch,
+            q=q,
+            head_weights=head_weights.abs() if self.positive_weights else head_weights,
+            index_keys=keys,
+            candidates=candidates if self.role == "reindex" else None,
+            exact=self.numbers != "normal",
+        )
+
+    def _problem(self, batch: Batch, dtype: torch.dtype) -> IndexerProblem:
+        names = ("num_heads", "head_dim", "compress_ratio", "topk", "candidate_topk_blocks", "candidate_block_size")
+        return IndexerProblem(
+            **facts(dtype, batch.phase),
+            **{name: getattr(self, name) for name in names},
+            emits_candidates=self.role == "source",
+            uses_candidates=self.role == "reindex",
+            page_tokens=batch.page_tokens,
+            cache_layout=CACHE_LAYOUTS[dtype],
+            selection_layout=TOKEN_INDICES,
+        )

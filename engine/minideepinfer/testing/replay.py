@@ -1,0 +1,42 @@
+"""Making a failing call again, from what `mini-deepinfer ops check` printed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from minideepinfer.errors import OperatorError
+from minideepinfer.operators import load_registry
+from minideepinfer.testing.checking import find_operators
+from minideepinfer.testing.contract import ExplicitCase
+from minideepinfer.testing.subject import Subject
+from minideepinfer.testing.tolerances import conformance
+
+
+def replay(operator: str, name: str, recipe: Any = None, device: str = "cpu") -> None:
+    """Check one relation for one call, or one explicit case; returns if it holds.
+
+    Args:
+        operator: `family:name`.
+        name: of the relation or explicit case.
+        recipe: makes the call; None for an explicit case.
+        device: where.
+
+    Raises:
+        Violation: it does not hold.
+        Crash: the operator raised an exception; it is the cause.
+        Refused: the operator does not support the call.
+        OperatorError: there is no such operator or relation.
+    """
+    registry = load_registry()
+    (registered,) = find_operators(registry, [operator])
+    family = conformance(registered.declaration.family)
+    subject = Subject(registered, registry, family, device)
+    try:
+        entry = family.relation(name)
+    except KeyError:
+        known = ", ".join(entry.name for entry in family.entries)
+        raise OperatorError(f"family {family.family} has no relation {name!r}; it has {known}") from None
+    if isinstance(entry, ExplicitCase):
+        entry.check(subject)
+    else:
+        entry.check(subject, recipe.build())

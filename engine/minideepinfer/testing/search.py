@@ -1,0 +1,115 @@
+"""Looking for a call that breaks a relation: edge cases first, then hypothesis, which also shrinks."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import hypothesis
+from hypothesis import HealthCheck, Phase, Verbosity
+
+from minideepinfer.testing.contract import Conformance, Crash, Refused, Relation, Violation
+from minideepinfer.testing.subject import Subject
+
+
+@dataclass(frozen=True)
+class Profile:
+    """How hard to look.
+
+    Attributes:
+        name: `quick` or `thorough`.
+        examples: drawn for each relation, after the edge cases.
+        shrink: whether to look for a smaller failing call.
+    """
+
+    name: str
+    examples: int
+    shrink: bool = True
+
+
+PROFILES = {profile.name: profile for profile in (Profile("quick", 30), Profile("thorough", 500))}
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A call that breaks a relation.
+
+    Attributes:
+        message: what is wrong.
+        crash: whether the operator raised an exception.
+        recipe: makes the call; None for an explicit case.
+    """
+
+    message: str
+    crash: bool
+    recipe: Any = None
+
+
+def search(subject: Subject, relation: Relation, profile: Profile, seed: int) -> Failure | None:
+    """The smallest failing call found, or None.
+
+    Args:
+        subject: the operator.
+        relation: what must hold.
+        profile: how hard to look.
+        seed: of hypothesis.
+    """
+    edge = _first_failing_edge(subject, relation)
+    if edge is not None and not profile.shrink:
+        return edge
+    return _drawn(subject, relation, profile, seed) or edge
+
+
+def attempt(subject: Subject, relation: Relation, recipe: Any) -> None:
+    """Check one recipe; a problem that the operator refuses is counted and passes.
+
+    Raises:
+        Violation: the relation does not hold.
+        Crash: the operator raised an exception.
+    """
+    with suppress(Refused):
+        relation.check(subject, recipe.build())
+
+
+def edge_recipes(family: Conformance, dtypes: tuple[str, ...]) -> list[Any]:
+    """The family's edge cases in every compute dtype."""
+    return [replace(recipe, dtype=dtype) for recipe in family.edges for dtype in dtypes]
+
+
+def _first_failing_edge(subject: Subject, relation: Relation) -> Failure | None:
+    for recipe in edge_recipes(subject.family, subject.dtypes):
+        try:
+            attempt(subject, relation, recipe)
+        except (Violation, Crash) as error:
+            return Failure(str(error), isinstance(error, Crash), recipe)
+    return None
+
+
+def _drawn(subject: Subject, relation: Relation, profile: Profile, seed: int) -> Failure | None:
+    last: list[Any] = [None]
+
+    def check(recipe: Any) -> None:
+        last[0] = recipe
+        attempt(subject, relation, recipe)
+
+    phases = [Phase.generate, Phase.shrink] if profile.shrink else [Phase.generate]
+    settings = hypothesis.settings(
+        max_examples=profile.examples,
+        deadline=None,
+        database=None,
+        phases=phases,
+        print_blob=False,
+        report_multiple_bugs=False,
+        verbosity=Verbosity.quiet,
+        suppress_health_check=list(HealthCheck),
+    )
+    drawn = hypothesis.given(subject.family.recipes(subject.dtypes))(check)
+    try:
+        hypothesis.seed(seed)(settings(drawn))()
+    except (Violation, Crash) as error:
+        # The last recipe tried is the smallest one: hypothesis ends by running it again.
+        return Failure(str(error), isinstance(error, Crash), last[0])
+    except hypothesis.errors.Flaky:
+        return Failure("fails and passes for the same call: not deterministic", False, last[0])
+    return None

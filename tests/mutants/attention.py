@@ -1,0 +1,178 @@
+"""Broken attention, from `naive`; and from acme's tiled operator, for faults that need tiles."""
+
+from __future__ import annotations
+
+from mutants import mutant
+
+NAIVE = (
+    mutant("window-one-short", "matches-reference", "torch.arange(1 - window, 1", "torch.arange(2 - window, 1"),
+    mutant("window-one-long", "matches-reference", "torch.arange(1 - window, 1", "torch.arange(-window, 1"),
+    mutant(
+        "causal-bound-inclusive",
+        "matches-reference",
+        "entries < metadata.visible[rows]",
+        "entries <= metadata.visible[rows]",
+    ),
+    mutant(
+        "group-visible-before-its-last-token",
+        "matches-reference",
+        "batch.visible_entries(self._problem.compress_ratio or 1)",
+        "(batch.positions + 2) // (self._problem.compress_ratio or 1)",
+    ),
+    mutant(
+        "window-and-selection-merged",
+        "matches-reference",
+        "                keys = _Keys(torch.cat([keys.values",
+        "                oldest = metadata.batch.positions[rows, None] - keys.valid.shape[1]\n"
+        "                selected.valid.logical_and_(selection.indices[rows] <= oldest)\n"
+        "                keys = _Keys(torch.cat([keys.values",
+    ),
+    mutant(
+        "sink-forgotten",
+        "matches-reference",
+        "denominator = denominator + (sink[:, None] - peak).exp()",
+        "pass",
+    ),
+    mutant("sink-scaled", "matches-reference", "(sink[:, None] - peak).exp()", "(sink[:, None] * scale - peak).exp()"),
+    mutant(
+        "sink-counted-as-a-value",
+        "matches-reference",
+        "weights.to(q.dtype).float() @ keys.values / denominator",
+        "(weights.to(q.dtype).float() @ keys.values + (0 if sink is None else (sink[:, None] - peak).exp()))"
+        " / denominator",
+    ),
+    mutant(
+        "no-sink-is-a-sink-of-zero",
+        "no-sink",
+        "    if sink is not None:\n        peak",
+        "    sink = q.new_zeros(q.shape[1]).float() if sink is None else sink\n    if sink is not None:\n        peak",
+    ),
+    mutant(
+        "invalid-slot-read-with-weight-0",
+        "unread-memory",
+        ".float().masked_fill(~valid.unsqueeze(-1), 0.0)",
+        ".float()",
+    ),
+    mutant(
+        "other-negative-index-read-as-entry-0",
+        "matches-reference",
+        "entries = selection.indices[rows].long()",
+        "entries = selection.indices[rows].long()\n    entries = entries.where(entries != -7, 0)",
+    ),
+    mutant(
+        "wrong-page-for-the-second-request",
+        "permuted-units",
+        "entries // per_page].long()",
+        "entries // per_page].long()\n    pages = (pages + (batch.request_ids[rows, None] == 1)) % len(pool)",
+    ),
+    mutant(
+        "block-table-of-another-request",
+        "units-alone",
+        "entries // per_page].long()",
+        "entries // per_page].long()\n"
+        "    other = batch.block_table[batch.request_ids[rows, None] - 1, entries // per_page]\n"
+        "    pages = other.long().where(other < len(pool), pages)",
+    ),
+    mutant(
+        "page-number-off-by-one",
+        "other-pages",
+        "pages * per_page + entries",
+        "(pages + 1) % len(pool) * per_page + entries",
+    ),
+    mutant("lens-ignored", "A3", "    if selection.lens is not None:", "    if False:"),
+    mutant("lens-inclusive", "A3", "< selection.lens[rows]", "<= selection.lens[rows]"),
+    mutant("slot-by-window-size", "matches-reference", "positions % ring.shape[1]", "positions % window"),
+    mutant(
+        "ring-number-is-the-request",
+        "other-rings",
+        "batch.ring_table[request].unsqueeze(1)",
+        "request.unsqueeze(1)",
+    ),
+    mutant(
+        "window-start-ignored",
+        "matches-reference",
+        "batch.window_start[request].clamp(min=0).unsqueeze(1)",
+        "0",
+    ),
+    mutant(
+        "chunk-ends-the-window",
+        "other-chunks",
+        "is_old = valid & (positions < context)",
+        "valid = valid & (positions >= context)\n        is_old = torch.zeros_like(valid)",
+    ),
+    mutant(
+        "first-row-of-the-batch",
+        "permuted-units",
+        "first_row=batch.cu_seqlens[batch.request_ids].long()",
+        "first_row=torch.zeros_like(batch.request_ids)",
+    ),
+    mutant("rotated-forward", "matches-reference", "cos[rows], sin[rows])", "cos[rows], -sin[rows])"),
+    mutant(
+        "row-without-keys-not-cleared",
+        "rows-without-keys",
+        "heads = heads.masked_fill(~keys.valid.any(1)[:, None, None], 0.0)",
+        "pass",
+    ),
+    mutant(
+        "last-partial-tile-dropped",
+        "outputs-written",
+        "range(0, num_rows, _ROWS)",
+        "range(0, num_rows - num_rows % _ROWS, _ROWS)",
+    ),
+    mutant(
+        "input-changed-in-place",
+        "inputs-left-alone",
+        "num_rows = q.shape[0]",
+        "num_rows = q.shape[0]\n        window_new.nan_to_num_(0.0)",
+    ),
+    mutant("output-in-place-of-q", "inputs-left-alone", "output = torch.empty_like(q)", "output = q"),
+    mutant(
+        "logits-in-bfloat16",
+        "matches-reference",
+        "(q.float() @ keys.values.mT) * scale",
+        "((q.float() @ keys.values.mT) * scale).bfloat16().float()",
+    ),
+    mutant(
+        "order-of-sums-by-schedule",
+        "repeatable",
+        "            heads = undo_rope(",
+        "            self.calls = getattr(self, 'calls', 0) + 1\n"
+        "            if self.calls % 2:\n"
+        "                keys = _Keys(keys.values.flip(1), keys.valid.flip(1))\n"
+        "            heads = undo_rope(",
+    ),
+    mutant(
+        "depends-on-the-number-of-rows",
+        "units-alone",
+        "scale), cos[rows]",
+        "scale * (1 + 1e-6 * (num_rows > 1))), cos[rows]",
+    ),
+    mutant(
+        "one-key-is-enough",
+        "other-slots",
+        "entries = entries.where(valid, 0)",
+        "valid = valid & (valid.cumsum(1) < valid.shape[1] // 2 + 2)\n    entries = entries.where(valid, 0)",
+    ),
+)
+
+TILED = (
+    mutant("maximum-starts-at-minus-infinity", "A1", "-1e30", "-torch.inf"),
+    mutant(
+        "sum-not-rescaled-between-tiles",
+        "matches-reference",
+        "self.sum * rescale + weights @ keys",
+        "self.sum + weights @ keys",
+    ),
+    mutant(
+        "total-not-rescaled-between-tiles",
+        "matches-reference",
+        "self.total * rescale + weights.sum",
+        "self.total + weights.sum",
+    ),
+    mutant(
+        "last-partial-tile-of-keys-dropped",
+        "matches-reference",
+        "range(0, source.rows.shape[1], self._tile_size)",
+        "range(0, source.rows.shape[1] - source.rows.shape[1] % 4, 4)",
+    ),
+)

@@ -1,0 +1,91 @@
+"""Broken communication on one rank, from `single`."""
+
+from __future__ import annotations
+
+from mutants import mutant
+
+_DISPATCH = "return Dispatched(x, topk_ids, topk_weights, handle=None)"
+_COMBINE = '"""Return the partial sums; they are complete."""\n        return partial'
+_GATHER = 'def all_gather(self, x: Tensor, counts: Sequence[int]) -> Tensor:\n        """Return x."""\n        return x'
+_SCATTER = (
+    'def reduce_scatter(self, x: Tensor, counts: Sequence[int]) -> Tensor:\n        """Return x."""\n        return x'
+)
+_FETCH = "return table[row_ids.to(table.device)].to(row_ids.device)"
+
+NAIVE = (
+    mutant(
+        "tokens-come-home-in-another-order",
+        "identity-round-trip",
+        _DISPATCH,
+        "return Dispatched(x.flip(0), topk_ids.flip(0), topk_weights.flip(0), handle=None)",
+    ),
+    mutant(
+        "combine-in-bfloat16",
+        "identity-round-trip",
+        _COMBINE,
+        _COMBINE + ".bfloat16().float()",
+    ),
+    mutant(
+        "tokens-without-expert-dropped",
+        "identity-round-trip",
+        _DISPATCH,
+        "some = (topk_ids >= 0).any(1)\n        return Dispatched(x[some], topk_ids[some], topk_weights[some], None)",
+    ),
+    mutant(
+        "weights-of-the-neighbour",
+        "identity-round-trip",
+        _DISPATCH,
+        "return Dispatched(x, topk_ids, topk_weights.roll(1, 0), handle=None)",
+    ),
+    mutant(
+        "state-kept-between-steps",
+        "repeatable",
+        _COMBINE,
+        '"""Accumulate."""\n        old = getattr(self, "total", partial[:0])\n'
+        "        self.total = partial + (old if old.shape == partial.shape else 0.0)\n"
+        "        return self.total",
+    ),
+    mutant(
+        "rank-without-tokens-skipped",
+        "C1",
+        _COMBINE,
+        _COMBINE + " if len(partial) else partial.new_empty(0)",
+    ),
+    mutant(
+        "last-column-dropped-when-hidden-is-odd",
+        "matches-reference",
+        _GATHER,
+        _GATHER + ".unflatten(-1, (1, -1))[..., 0, : x.shape[-1] // 2 * 2]",
+    ),
+    mutant("gathered-in-float32", "matches-reference", _GATHER, _GATHER + ".float()"),
+    mutant(
+        "second-half-not-gathered",
+        "outputs-written",
+        _GATHER,
+        _GATHER.replace(
+            "return x",
+            "out = x.new_empty(x.shape)\n        out[: (len(x) + 1) // 2] = x[: (len(x) + 1) // 2]\n        return out",
+        ),
+    ),
+    mutant("sum-in-bfloat16", "matches-reference", _SCATTER, _SCATTER + ".bfloat16().float()"),
+    mutant(
+        "row-number-truncated",
+        "rows-of-the-table",
+        _FETCH,
+        "return table[row_ids & 3]",
+    ),
+    mutant("repeated-rows-fetched-once", "rows-of-the-table", _FETCH, "return table[row_ids.unique()]"),
+    mutant("rows-sorted", "rows-of-the-table", _FETCH, "return table[row_ids.sort().values]"),
+    mutant(
+        "weights-clamped-in-place",
+        "inputs-left-alone",
+        _DISPATCH,
+        "topk_weights.clamp_(max=0.5)\n        " + _DISPATCH,
+    ),
+    mutant(
+        "ids-widened",
+        "matches-reference",
+        _DISPATCH,
+        "return Dispatched(x, topk_ids.long(), topk_weights, None)",
+    ),
+)

@@ -1,0 +1,145 @@
+"""Broken mixtures of experts, from `naive`."""
+
+from __future__ import annotations
+
+from mutants import Mutant, mutant
+
+_IMPORT = "from minideepinfer.quantization import decode_mxfp4\n"
+
+
+def _decoding(name: str, killed_by: str, expression: str) -> Mutant:
+    """A mutant that decodes weights in another way; `decode` is the right one."""
+    function = f"\n\ndef decode_mxfp4(packed, scale, dtype):\n    return {expression}\n\n"
+    return mutant(
+        name,
+        killed_by,
+        _IMPORT,
+        "from minideepinfer.quantization import decode_mxfp4 as decode\n",
+        "class NaiveMoe:",
+        f"{function}class NaiveMoe:",
+    )
+
+
+NAIVE = (
+    _decoding("nibbles-swapped", "identity-experts", "decode(packed >> 4 | packed << 4, scale, dtype)"),
+    _decoding("exponent-0-is-zero", "M2", "decode(packed, scale, dtype) * (scale != 0).repeat_interleave(32, -1)"),
+    _decoding("exponent-255-is-a-number", "M2", "decode(packed, scale.clamp(max=254), dtype)"),
+    _decoding("exponent-truncated-to-7-bits", "M2", "decode(packed, scale & 0x7F, dtype)"),
+    _decoding(
+        "scale-block-16-for-32",
+        "matches-reference",
+        "decode(packed, scale[..., torch.arange(2 * scale.shape[-1]).clamp(max=scale.shape[-1] - 1)], dtype, 16)",
+    ),
+    _decoding("scale-of-the-next-block", "matches-reference", "decode(packed, scale.roll(1, -1), dtype)"),
+    mutant("bias-in-the-weights", "routing", "scores.gather(-1, ids)", "(scores + weights.gate_bias).gather(-1, ids)"),
+    mutant("weights-not-normalised", "routing", "chosen / (chosen.sum(-1, keepdim=True) + 1e-20)", "chosen"),
+    mutant("weights-not-scaled", "routing", " * self._problem.routed_scaling", ""),
+    mutant("ids-not-ascending", "routing", ".sort(dim=-1).values", ""),
+    mutant(
+        "higher-expert-first-among-equals",
+        "routing",
+        "(scores + weights.gate_bias).sort(dim=-1, descending=True, stable=True).indices",
+        "(scores + weights.gate_bias).flip(-1).sort(dim=-1, descending=True, stable=True).indices.neg()"
+        " + scores.shape[1] - 1",
+    ),
+    mutant("bias-forgotten", "routing", "(scores + weights.gate_bias)", "scores"),
+    mutant(
+        "gate-in-bfloat16",
+        "routing",
+        "F.linear(x.float(), weights.gate.float())",
+        "F.linear(x.bfloat16(), weights.gate).float()",
+    ),
+    mutant(
+        "given-routing-ignored",
+        "matches-reference",
+        "        if routing is None:\n",
+        "        if True:\n",
+    ),
+    mutant("gate-clamped-from-below", "matches-reference", ".clamp(max=limit)", ".clamp(-limit, limit)"),
+    mutant("up-clamped-from-above-only", "matches-reference", ".clamp(-limit, limit)", ".clamp(max=limit)"),
+    mutant(
+        "shared-expert-not-clamped",
+        "matches-reference",
+        "self._problem.swiglu_limit\n",
+        "self._problem.swiglu_limit if isinstance(weight, Tensor) else 1e30\n",
+    ),
+    mutant(
+        "shared-expert-forgotten",
+        "matches-reference",
+        "if weights.shared is not None:",
+        "if weights.shared is not None and False:",
+    ),
+    mutant(
+        "weight-after-w2",
+        "matches-reference",
+        "quantized_linear((F.silu(gate) * up * weight).to(x.dtype), w2, quantization)",
+        "(quantized_linear((F.silu(gate) * up).to(x.dtype), w2, quantization) * weight).to(x.dtype)",
+    ),
+    mutant("gate-and-up-swapped", "matches-reference", "w1, w3 = decode", "w3, w1 = decode"),
+    mutant(
+        "inner-activation-not-quantised",
+        "matches-reference",
+        "quantized_linear((F.silu(gate) * up * weight).to(x.dtype), w2, quantization)",
+        "quantized_linear((F.silu(gate) * up * weight).to(x.dtype), w2, 'none')",
+    ),
+    mutant(
+        "expert-start-ignored",
+        "ranks-add-up",
+        "tokens.topk_ids.long() - experts.expert_start",
+        "tokens.topk_ids.long()",
+    ),
+    mutant(
+        "duplicated-id-counts-once",
+        "matches-reference",
+        "        used = torch",
+        "        local = local.masked_fill((local[:, :, None] == local[:, None]).tril(-1).any(-1), -1)\n"
+        "        used = torch",
+    ),
+    mutant("slots-without-expert-unwritten", "outputs-written", "x.new_zeros(", "x.new_empty("),
+    mutant(
+        "remote-row-times-zero",
+        "M4",
+        "return outputs.sum(1, dtype=torch.float32)",
+        "return outputs.sum(1, dtype=torch.float32) + 0.0 * x.float()",
+    ),
+    mutant(
+        "unused-expert-times-zero",
+        "unused-experts",
+        "return outputs.sum(1, dtype=torch.float32)",
+        "every = decode_mxfp4(experts.w13, experts.w13_scale, torch.float32)\n"
+        "        return outputs.sum(1, dtype=torch.float32) + 0.0 * every.sum()",
+    ),
+    mutant(
+        "last-partial-tile-of-hidden-dropped",
+        "M4",
+        "self._expert(x[rows], w1, w3, w2,",
+        "self._expert(x[rows], w1 * (torch.arange(x.shape[1]) < max(32, x.shape[1] // 64 * 64)), w3, w2,",
+    ),
+    mutant(
+        "sum-in-bfloat16",
+        "matches-reference",
+        "outputs.sum(1, dtype=torch.float32)",
+        "outputs.bfloat16().sum(1).float()",
+    ),
+    mutant(
+        "order-of-sums-by-schedule",
+        "repeatable",
+        "return outputs.sum(1, dtype=torch.float32)",
+        "self.calls = getattr(self, 'calls', 0) + 1\n"
+        "        ordered = outputs.float().roll(self.calls, 1)\n"
+        "        return sum(ordered.unbind(1), torch.zeros_like(x, dtype=torch.float32))",
+    ),
+    mutant("output-in-place-of-x", "inputs-left-alone", "return total.to(x.dtype)", "return x.copy_(total)"),
+    mutant(
+        "x-changed-in-place",
+        "inputs-left-alone",
+        "        dispatched = comm.dispatch(x, *routing)",
+        "        x.nan_to_num_(0.0)\n        dispatched = comm.dispatch(x, *routing)",
+    ),
+    mutant(
+        "view-of-x-where-nothing-is-local",
+        "outputs-own-memory",
+        "return total.to(x.dtype)",
+        "return total.to(x.dtype) if total.any() else x.nan_to_num_(0.0).mul_(0.0)",
+    ),
+)

@@ -13,23 +13,26 @@ from collections import defaultdict
 from collections.abc import Set
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 
 import pytest
 import torch
 from checkpoint_corruptions import EITHER, REFUSED, edit_section, set_byte
 from checkpoint_files import INDEX, edit_shard, make_small, read_raw, shard_of
+from engine_fixtures import Arrival, play, poison
 from minideepinfer.checkpoint import Checkpoint, expected_tensors
 from minideepinfer.checkpoint.layout import SKIPPED_KINDS
-from minideepinfer.config import ModelConfig
+from minideepinfer.config import EngineConfig, ModelConfig
 from minideepinfer.errors import MiniDeepInferError
+from minideepinfer.runtime.runner import Runner
 
 CASES_PER_KIND = 8
 CPU = torch.device("cpu")
 
 
 def load_and_run(directory: Path) -> dict[str, torch.Tensor]:
-    """Everything the text model reads, as it is used; stronger than comparing logits."""
+    """Everything the text model reads, as it is used, and the logits of a prompt in two chunks."""
     with Checkpoint.open(directory) as checkpoint:
         text = checkpoint.config.text_config
         found = {}
@@ -46,7 +49,16 @@ def load_and_run(directory: Path) -> dict[str, torch.Tensor]:
             experts = checkpoint.experts(f"layers.{layer}.ffn.experts", range(text.n_routed_experts), CPU)
             found[f"experts {layer}"] = torch.cat([experts.w13.flatten(), experts.w2.flatten()])
             found[f"expert scales {layer}"] = torch.cat([experts.w13_scale.flatten(), experts.w2_scale.flatten()])
-        return found
+    return found | {"logits": logits(directory)}
+
+
+def logits(directory: Path) -> torch.Tensor:
+    """Of 20 tokens, float32 `[20, vocab]`, in memory that holds NaN."""
+    runner = Runner(directory, EngineConfig(dtype="float32", device="cpu", cache={"num_pages": 1, "max_requests": 1}))
+    poison(runner)
+    rows = play(runner, [Arrival(tuple(range(3, 23)), 20)], repeat(13)).rows(0)[1]
+    assert torch.isfinite(rows).all()
+    return rows
 
 
 @dataclass(frozen=True)

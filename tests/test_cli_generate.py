@@ -102,6 +102,8 @@ def test_ctrl_c_ends_cleanly_and_keeps_what_came() -> None:
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        # A shell's background job ignores SIGINT, and its children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdout is not None
     plan_and_first_text = "".join(process.stdout.readline() for _ in range(5)) + process.stdout.read(20)

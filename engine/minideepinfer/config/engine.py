@@ -107,7 +107,9 @@ class EngineConfig(_Frozen):
     @classmethod
     def _known_device(cls, value: str) -> str:
         kind, _, index = value.partition(":")
-        if kind not in ("auto", "cpu", "cuda") or (":" in value and not (kind == "cuda" and index.isdigit())):
+        if kind not in ("auto", "cpu", "cuda") or (
+            ":" in value and not (kind == "cuda" and index.isascii() and index.isdigit() and len(index) < 4)
+        ):
             raise ValueError(f"device {value!r} is not one of auto, cpu, cuda, cuda:N")
         return value
 
@@ -146,5 +148,5 @@ class EngineConfig(_Frozen):
             return cls.from_dict(parsers[file.suffix](file.read_text(encoding="utf-8")), str(file))
         except OSError as error:
             raise ConfigError(f"{file}: cannot be read ({error.strerror or error})") from None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{file}: cannot be parsed ({error})") from None

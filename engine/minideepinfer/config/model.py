@@ -17,7 +17,7 @@ PositiveInteger = Annotated[int, PositiveInt]
 
 
 class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class RopeScaling(_Frozen):
@@ -86,7 +86,7 @@ class TextConfig(_Frozen):
     candidate_topk_blocks: int = PositiveInt
     candidate_block_size: int = PositiveInt
     hc_mult: int = PositiveInt
-    hc_sinkhorn_iters: int = PositiveInt
+    hc_sinkhorn_iters: int = Field(gt=0, le=1000)
     hc_eps: float = PositiveInt
     engram_layer_ids: tuple[int, ...]
     engram_num_embeddings: tuple[int, ...]
@@ -163,6 +163,11 @@ class ModelConfig(_Frozen):
         for name in ("bos_token_id", "eos_token_id", "pad_token_id", "image_token_id"):
             if getattr(self, name) >= vocab:
                 raise ValueError(f"{name} {getattr(self, name)} is outside the vocabulary of {vocab}")
+            nested = getattr(self.text_config, name, None)
+            if nested not in (None, getattr(self, name)):
+                raise ValueError(f"{name} is {getattr(self, name)} at the top and {nested} in text_config")
+        if self.image_token_id in (self.bos_token_id, self.eos_token_id):
+            raise ValueError(f"image_token_id {self.image_token_id} is also the begin or end token")
         return self
 
     @classmethod
@@ -190,9 +195,9 @@ class ModelConfig(_Frozen):
             ConfigError: see `from_dict`.
         """
         file = Path(path)
-        if file.is_dir():
-            file = file / "config.json"
         try:
+            if file.is_dir():
+                file = file / "config.json"
             data = json.loads(file.read_bytes())
         except OSError as error:
             raise CheckpointError(

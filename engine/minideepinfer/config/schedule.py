@@ -93,6 +93,7 @@ def _check_widths(c: TextConfig) -> list[str]:
         ("index_head_dim", c.index_head_dim),
         ("engram_head_dim", c.engram_head_dim),
         ("q_lora_rank", c.q_lora_rank),
+        ("o_groups * o_lora_rank", c.o_groups * c.o_lora_rank),
     ):
         if width % 32:
             problems.append(f"{name} {width} is not a multiple of the quantisation group of 32")
@@ -164,6 +165,11 @@ def _check_engram(c: TextConfig) -> list[str]:
         problems.append(
             f"engram_num_embeddings has {len(c.engram_num_embeddings)} entries, engram_layer_ids "
             f"{len(c.engram_layer_ids)}"
+        )
+    if any(c.engram_vocab_size > rows for rows in c.engram_num_embeddings):
+        problems.append(
+            f"engram_vocab_size {c.engram_vocab_size}, the least size of one hash bucket, exceeds the rows of a table "
+            f"({list(c.engram_num_embeddings)})"
         )
     if c.engram_pad_token_id >= c.vocab_size:
         problems.append(f"engram_pad_token_id {c.engram_pad_token_id} is outside the vocabulary of {c.vocab_size}")

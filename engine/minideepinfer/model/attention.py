@@ -9,13 +9,15 @@ from torch import Tensor
 
 from minideepinfer.cache.kv_cache import KVCache
 from minideepinfer.config import LayerSchedule, TextConfig
+from minideepinfer.errors import OperatorError
 from minideepinfer.model.compressor import Compressor
 from minideepinfer.model.linear import linear, quantized_linear, rms_norm
 from minideepinfer.model.rope import RotaryTable, apply_rope
 from minideepinfer.model.rows import Rows
 from minideepinfer.model.step import Step
 from minideepinfer.model.weights import AttentionWeights
-from minideepinfer.operators import AttentionOperator, IndexerOperator, Phase
+from minideepinfer.operators import AttentionOperator, Batch, IndexerOperator, IndexerOutput, Phase, Selection
+from minideepinfer.operators.results import checked
 from minideepinfer.quantization import qdq_fp8, qdq_mxfp4
 
 
@@ -103,20 +105,20 @@ class AttentionLayer:
             zip(rows.batches, *(rows.split(t) for t in (q, window, cos, sin)), strict=True)
         ):
             operator = self.attention[batch.phase]
-            outputs.append(
-                operator.run(
-                    q=parts[0],
-                    window_new=parts[1],
-                    window_ring=self.cache.window[self.layer.layer_id],
-                    global_kv=None if source is None else self.cache.main[source],
-                    selection=None if source is None else step.selection[index],
-                    sink=self.weights.sink,
-                    cos=parts[2],
-                    sin=parts[3],
-                    scale=self.config.head_dim**-0.5,
-                    metadata=step.prepared(operator, batch),
-                )
+            heads = operator.run(
+                q=parts[0],
+                window_new=parts[1],
+                window_ring=self.cache.window[self.layer.layer_id],
+                global_kv=None if source is None else self.cache.main[source],
+                selection=None if source is None else step.selection[index],
+                sink=self.weights.sink,
+                cos=parts[2],
+                sin=parts[3],
+                scale=self.config.head_dim**-0.5,
+                metadata=step.prepared(operator, batch),
             )
+            who = f"the attention operator of {self.name} ({batch.phase})"
+            outputs.append(checked(heads, parts[0].shape, q.dtype, who))
         return torch.cat(outputs) if outputs else torch.empty_like(q)
 
     def _select(self, x: Tensor, qr: Tensor, cos: Tensor, sin: Tensor, rows: Rows, step: Step) -> None:
@@ -139,7 +141,8 @@ class AttentionLayer:
                 operator = self.indexer[batch.phase]
                 candidates = step.candidates[index] if self.layer.uses_candidates else None
                 keys = self.cache.index_keys[self.layer.kv_source]
-                outputs.append(operator.run(q_part, w_part, keys, candidates, step.prepared(operator, batch)))
+                output = operator.run(q_part, w_part, keys, candidates, step.prepared(operator, batch))
+                outputs.append(self._checked(output, batch))
         step.selection = [output.selection for output in outputs]
         self._record_all(step, "index.topk", [s.indices for s in step.selection], rows)
         step.selection = step.forced.selection.get(self.layer.layer_id, step.selection)
@@ -147,6 +150,17 @@ class AttentionLayer:
             step.candidates = [output.candidates for output in outputs if output.candidates is not None]
             self._record_all(step, "index.candidates", step.candidates, rows)
             step.candidates = step.forced.candidates.get(self.layer.layer_id, step.candidates)
+
+    def _checked(self, output: IndexerOutput, batch: Batch) -> IndexerOutput:
+        """The indexer's output, if its shapes are those of the contract; other layouts than ours are not known here."""
+        who = f"the indexer of {self.name} ({batch.phase})"
+        if not isinstance(output, IndexerOutput):
+            raise OperatorError(f"{who} returned {type(output).__name__}; an IndexerOutput is needed")
+        if isinstance(output.selection, Selection):
+            checked(output.selection.indices, (batch.num_tokens, self.config.index_topk), torch.int32, who)
+        if self.layer.is_candidate_source:
+            checked(output.candidates, (batch.num_tokens, self.config.candidate_topk_blocks), torch.int32, who)
+        return output
 
     def _project(self, heads: Tensor) -> Tensor:
         """Grouped output projection (spec 3.8); `wo_a` never has quantised inputs."""

@@ -17,6 +17,7 @@ from minideepinfer.model.rows import Rows
 from minideepinfer.model.step import Step
 from minideepinfer.model.weights import LayerWeights
 from minideepinfer.operators import CommOperator, MoeOperator, Phase
+from minideepinfer.operators.results import checked
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,6 +109,7 @@ class Block:
         with step.clock.stage("experts"):
             metadata = step.prepared(operator, rows.batches)
             output = operator.run(x, weights, self.comm, metadata, routing)
+        output = checked(output, x.shape, x.dtype, f"the moe operator of {self.name} ({rows.phase})")
         self.record(step, "ffn.out", output, rows)
         return output
 

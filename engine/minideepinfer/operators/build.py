@@ -56,7 +56,7 @@ def build(planned: PlannedOperator, device: torch.device, clock: StageClock | No
         return function(context)
     except MiniDeepInferError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise PluginError(f"{planned.registered.title} failed to build: {type(error).__name__}: {error}") from error
 
 
@@ -67,7 +67,7 @@ def _function(operator: RegisteredOperator) -> Callable[[BuildContext], Any]:
         found: Any = importlib.import_module(module_name)
         for attribute in attributes.split("."):
             found = getattr(found, attribute)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise PluginError(f"{operator.title}: {path!r} cannot be imported: {type(error).__name__}: {error}") from error
     if not callable(found):
         raise PluginError(f"{operator.title}: {path!r} is a {type(found).__name__}; a function is needed")

@@ -141,7 +141,7 @@ def _ignores(item: str, distribution: str, entry_point: str) -> bool:
 def _register(manager: pluggy.PluginManager, name: str, point: EntryPoint) -> None:
     try:
         plugin = point.load()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise PluginError(
             _blame(name, f"{point.value!r} cannot be imported: {type(error).__name__}: {error}")
         ) from error
@@ -159,7 +159,7 @@ def _register(manager: pluggy.PluginManager, name: str, point: EntryPoint) -> No
 def _declared(name: str, point: EntryPoint, hook: Any) -> list[RegisteredOperator]:
     try:
         declarations = hook()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise PluginError(_blame(name, f"minideepinfer_operators raised {type(error).__name__}: {error}")) from error
     if not isinstance(declarations, (list, tuple)):
         found = type(declarations).__name__

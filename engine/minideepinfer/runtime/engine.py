@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -65,6 +66,8 @@ class Engine:
         self.on_step: Callable[[Request], None] | None = None
         self._generations: dict[int, Generation] = {}
         self._ids = count()
+        self._lock = threading.Lock()
+        self._thread = threading.get_ident()
 
     def make_request(self, token_ids: Sequence[int], total: int, prompt: int, logits: LogitsKind) -> Request:
         """A request that passed every check and is not queued yet.
@@ -110,9 +113,25 @@ class Engine:
             raise RequestError(f"min_tokens is {params.min_tokens}, but every token ends the generation")
         return Generation(request, params, self.runner.tokenizer, eos)
 
+    def _queue(self, request: Request) -> None:
+        """Queue a request, unless another thread has work here: its steps would take this one's tokens."""
+        with self._lock:
+            busy = self.scheduler.running or self.scheduler.waiting
+            if busy and self._thread != threading.get_ident():
+                raise RequestError(
+                    "another thread has requests running on this model; one thread at a time may use it, so finish "
+                    "those first, hand all prompts to one generate call, or put a lock around the calls"
+                )
+            self._thread = threading.get_ident()
+            self.scheduler.add(request)
+
     def start(self, generation: Generation) -> None:
-        """Queue a generation."""
-        self.scheduler.add(generation.request)
+        """Queue a generation.
+
+        Raises:
+            RequestError: another thread has requests running.
+        """
+        self._queue(generation.request)
         self._generations[generation.request.request_id] = generation
 
     def abort(self, generation: Generation) -> None:
@@ -161,10 +180,11 @@ class Engine:
             Their logits on the CPU by request id, in pieces.
         """
         pieces: dict[int, list[torch.Tensor]] = {request.request_id: [] for request in requests}
-        for request in requests:
-            self.scheduler.add(request)
-        unfinished = set(pieces)
+        unfinished: set[int] = set()
         try:
+            for request in requests:
+                self._queue(request)
+                unfinished.add(request.request_id)
             while unfinished:
                 for result in self.step(recorder):
                     pieces[result.request.request_id].append(result.logits.cpu())

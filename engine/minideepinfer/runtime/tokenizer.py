@@ -96,13 +96,17 @@ def load_tokenizer(path: Path, config: ModelConfig) -> Tokenizer:
         CheckpointError: a file is damaged, or the tokenizer has more tokens than the model.
     """
     file = path / "tokenizer.json"
-    if not file.exists():
+    if not file.exists() and not file.is_symlink():  # a dangling link is damage
         return Tokenizer(None)
     try:
         backend = Backend.from_str(file.read_text(encoding="utf-8"))
     except Exception as error:  # the library raises plain Exception
         raise CheckpointError(f"{file}: is not a tokenizer ({error})") from None
+    backend.no_truncation()  # a prompt is taken whole, whatever the file was trained with
+    backend.no_padding()
     size = backend.get_vocab_size(with_added_tokens=True)
+    if not size:
+        raise CheckpointError(f"{file}: has no tokens")
     if size > config.text_config.vocab_size:
         raise CheckpointError(
             f"{file}: has {size} tokens, but vocab_size is {config.text_config.vocab_size}; it belongs to another model"
@@ -115,8 +119,11 @@ def _adds_bos(file: Path) -> bool:
         return False
     try:
         settings = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file}: is not JSON ({error})") from None
     if not isinstance(settings, dict):
         raise CheckpointError(f"{file}: holds a {type(settings).__name__}; a JSON object is needed")
-    return settings.get("add_bos_token") is True
+    adds = settings.get("add_bos_token", False)
+    if not isinstance(adds, bool):
+        raise CheckpointError(f"{file}: add_bos_token is {adds!r}; true or false is needed")
+    return adds

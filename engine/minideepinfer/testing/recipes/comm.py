@@ -52,7 +52,8 @@ class CommCase:
 
 def identity_experts(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     """Experts that return their input: float32 `[T, H]`, x times the sum of its weights; an id of -1 is no expert."""
-    total = weights.masked_fill(ids < 0, 0.0).sum(1, keepdim=True)
+    # float64, so that the sum of a few float32 weights is the same number on every device.
+    total = weights.double().masked_fill(ids < 0, 0.0).sum(1, keepdim=True).float()
     return (x.float() * total).masked_fill((ids < 0).all(1, keepdim=True), 0.0)
 
 

@@ -1,0 +1,57 @@
+"""Operators that return something else than the contract says are stopped, and named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from minideepinfer import LLM, EngineConfig
+from minideepinfer.errors import OperatorError
+from minideepinfer.operators import IndexerOutput, Phase, Selection
+
+
+class Wrapped:
+    """An operator whose result is changed on the way out."""
+
+    def __init__(self, operator: Any, change: Any) -> None:
+        self._operator, self._change = operator, change
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._operator, name)
+
+    def run(self, *arguments: Any, **named: Any) -> Any:
+        return self._change(self._operator.run(*arguments, **named))
+
+
+@pytest.fixture(scope="module")
+def llm() -> Any:
+    with LLM("tiny", EngineConfig(dtype="float32")) as model:
+        yield model
+
+
+@pytest.mark.parametrize(
+    ("family", "layer", "change", "words"),
+    [
+        ("attention", 3, lambda o: o[:1], r"attention operator of layers.3 \(prefill\) returned \[1, 8, 64\]"),
+        ("attention", 3, lambda o: o.flatten(1), r"\[4, 512\] in torch.float32; \[4, 8, 64\]"),
+        ("attention", 0, lambda o: o.double(), "torch.float64"),
+        ("attention", 0, lambda o: None, "returned NoneType"),
+        ("moe", 5, lambda o: o[:, :1], r"moe operator of layers.5 \(prefill\) returned \[4, 1\]"),
+        ("moe", 5, lambda o: o.bfloat16(), "torch.bfloat16"),
+        ("indexer", 2, lambda o: (o.selection, None), "indexer of layers.2 .* returned tuple"),
+        ("indexer", 2, lambda o: IndexerOutput(Selection(o.selection.indices.long())), "torch.int64"),
+        ("indexer", 5, lambda o: IndexerOutput(o.selection), "returned NoneType"),
+        ("indexer", 5, lambda o: IndexerOutput(o.selection, o.candidates[:1]), r"returned \[1, 12\]"),
+    ],
+)
+def test_a_wrong_result_is_named(
+    llm: LLM, family: str, layer: int, change: Any, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    block = llm.engine.runner.model.blocks[layer]
+    table: Any = block.moe if family == "moe" else getattr(block.attention, family)
+    monkeypatch.setitem(table, Phase.PREFILL, Wrapped(table[Phase.PREFILL], change))
+    with pytest.raises(OperatorError, match=words):
+        llm.forward([[0, 396, 739, 23]])
+    monkeypatch.undo()
+    assert torch.isfinite(llm.forward([[0, 396, 739, 23]])[0]).all()

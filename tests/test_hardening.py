@@ -68,7 +68,7 @@ def test_a_dangling_tokenizer_is_damage(tmp_path: Path) -> None:
 def test_a_plugin_that_exits_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "leaver.py").write_text("import sys\nsys.exit(0)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(PluginError, match="acme.*SystemExit"):
+    with pytest.raises(PluginError, match=r"acme.*SystemExit"):
         load_registry(points=FakeDistribution("acme", {"ops": "leaver"}, "1.0").points)
 
 

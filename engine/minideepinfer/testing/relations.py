@@ -79,6 +79,20 @@ def outputs_own_memory(subject: Subject, case: Any) -> None:
         raise Violation("an output shares memory with an input")
 
 
+def later_tokens(subject: Subject, case: Any) -> None:
+    """Rows give what they give when the later rows of their requests are not there yet; `case` must have `split`."""
+    (head, rows), _ = case.split()
+    exact = subject.properties.batch_invariant
+    subject.agree(head, subject.run(head), rows_of(subject.run(case), rows), "without later rows", exact=exact)
+
+
+def other_chunks(subject: Subject, case: Any) -> None:
+    """Rows give what they give when the earlier rows of their requests came in a step before; see `later_tokens`."""
+    _, (tail, rows) = case.split()
+    exact = subject.properties.batch_invariant
+    subject.agree(tail, subject.run(tail), rows_of(subject.run(case), rows), "in a later step", exact=exact)
+
+
 def unread_memory(clean: Callable[[Any], Any]) -> Callable[[Subject, Any], None]:
     """NaN where nothing may be read gives the bits that numbers there give."""
 

@@ -16,7 +16,7 @@ from minideepinfer.testing.contract import Conformance, Outputs, Relation, Toler
 from minideepinfer.testing.families.attention_cases import CASES, EDGES
 from minideepinfer.testing.recipes.attention import AttentionCase
 from minideepinfer.testing.recipes.batch import move_pages
-from minideepinfer.testing.relations import EVERYWHERE, OWN_MEMORY, rows_of, unread_memory
+from minideepinfer.testing.relations import EVERYWHERE, OWN_MEMORY, later_tokens, other_chunks, unread_memory
 from minideepinfer.testing.subject import Subject, difference
 
 
@@ -70,20 +70,6 @@ def other_rings(subject: Subject, case: AttentionCase) -> None:
 def _same(subject: Subject, case: AttentionCase, other: AttentionCase, what: str) -> None:
     exact = subject.properties.deterministic
     subject.agree(case, subject.run(other), subject.run(case), what, exact=exact)
-
-
-def later_tokens(subject: Subject, case: AttentionCase) -> None:
-    """Rows give what they give when the later rows of their requests are not there yet."""
-    (head, rows), _ = case.split()
-    exact = subject.properties.batch_invariant
-    subject.agree(head, subject.run(head), rows_of(subject.run(case), rows), "without later rows", exact=exact)
-
-
-def other_chunks(subject: Subject, case: AttentionCase) -> None:
-    """Rows give what they give when the earlier rows of their requests came in a step before."""
-    _, (tail, rows) = case.split()
-    exact = subject.properties.batch_invariant
-    subject.agree(tail, subject.run(tail), rows_of(subject.run(case), rows), "in a later step", exact=exact)
 
 
 def other_slots(subject: Subject, case: AttentionCase) -> None:

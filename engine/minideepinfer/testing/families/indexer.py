@@ -15,7 +15,7 @@ from minideepinfer.testing.contract import Conformance, Outputs, Relation, Toler
 from minideepinfer.testing.families.indexer_cases import CASES, EDGES
 from minideepinfer.testing.recipes.batch import move_pages
 from minideepinfer.testing.recipes.indexer import IndexerCase
-from minideepinfer.testing.relations import EVERYWHERE, OWN_MEMORY, rows_of, unread_memory
+from minideepinfer.testing.relations import EVERYWHERE, OWN_MEMORY, later_tokens, other_chunks, unread_memory
 from minideepinfer.testing.subject import Subject
 
 
@@ -99,20 +99,6 @@ def other_pages(subject: Subject, case: IndexerCase) -> None:
     batch, pool = move_pages(case.batch, case.index_keys, torch.Generator().manual_seed(1))
     found = subject.run(replace(case, batch=batch, index_keys=pool))
     subject.agree(case, found, subject.run(case), "on other pages", exact=subject.properties.deterministic)
-
-
-def later_tokens(subject: Subject, case: IndexerCase) -> None:
-    """Rows select what they select when the later rows of their requests are not there yet."""
-    (head, rows), _ = case.split()
-    exact = subject.properties.batch_invariant
-    subject.agree(head, subject.run(head), rows_of(subject.run(case), rows), "without later rows", exact=exact)
-
-
-def other_chunks(subject: Subject, case: IndexerCase) -> None:
-    """Rows select what they select when the earlier rows of their requests came in a step before."""
-    _, (tail, rows) = case.split()
-    exact = subject.properties.batch_invariant
-    subject.agree(tail, subject.run(tail), rows_of(subject.run(case), rows), "in a later step", exact=exact)
 
 
 def two_levels(subject: Subject, case: IndexerCase) -> None:

@@ -1,7 +1,8 @@
-"""One thread per process: the tensors are small, and threads of several test runs would fight for the cores."""
+"""One thread per process, since the tensors are small and test runs would fight for the cores; Triton interpreted."""
 
 from __future__ import annotations
 
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported, by this process or one it starts
+os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a kernel's module is imported; the GPU has `ops check`

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 from typing import Any
 
 from minideepinfer.errors import OperatorError
@@ -30,6 +31,8 @@ def add_check(actions: Any) -> None:
 def _check(args: argparse.Namespace) -> int:
     if importlib.util.find_spec("hypothesis") is None:
         raise OperatorError("ops check needs hypothesis, which is not installed: pip install 'mini-deepinfer[testing]'")
+    if args.device == "cpu":
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it when a kernel's module is imported
     from minideepinfer.testing import report
     from minideepinfer.testing.checking import check_operator, find_operators
     from minideepinfer.testing.search import PROFILES

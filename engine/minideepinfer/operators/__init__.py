@@ -12,10 +12,12 @@ from minideepinfer.operators.declaration import (
     CONTRACT_VERSION,
     OperatorDeclaration,
     OperatorOptions,
+    OwnTolerance,
     Phase,
     Properties,
     Support,
     Tier,
+    interpreting,
 )
 from minideepinfer.operators.families import FAMILIES
 from minideepinfer.operators.hookspecs import ENTRY_POINT_GROUP, hookimpl
@@ -50,6 +52,7 @@ __all__ = [
     "OperatorDeclaration",
     "OperatorOptions",
     "OperatorRegistry",
+    "OwnTolerance",
     "PackedExperts",
     "Phase",
     "Plan",
@@ -65,6 +68,7 @@ __all__ = [
     "Tier",
     "build",
     "hookimpl",
+    "interpreting",
     "load_registry",
     "resolve",
 ]

@@ -6,6 +6,7 @@ code, as an import path that is resolved when the operator was chosen.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -15,6 +16,11 @@ from pydantic import BaseModel, ConfigDict
 
 CONTRACT_VERSION = 1
 """Version of everything in this package that a plugin relies on; a declaration made for another one is refused."""
+
+
+def interpreting() -> bool:
+    """Whether Triton kernels are interpreted in this process (read by Triton when a kernel is declared)."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 class Tier(StrEnum):
@@ -49,6 +55,8 @@ class Support:
         min_capability: lowest CUDA compute capability as `(major, minor)`; None = any.
         max_capability: highest CUDA compute capability, inclusive; None = any.
         requires: importable modules that must exist, e.g. `("triton",)`.
+        interpreted: also runs on the CPU, slowly, where `TRITON_INTERPRET=1` makes Triton interpret its kernels; for
+            tests, `auto` never picks an operator that would be interpreted.
     """
 
     devices: tuple[str, ...] = ("cpu", "cuda")
@@ -57,6 +65,28 @@ class Support:
     min_capability: tuple[int, int] | None = None
     max_capability: tuple[int, int] | None = None
     requires: tuple[str, ...] = ()
+    interpreted: bool = False
+
+    def serves(self, device: str) -> bool:
+        """Whether it runs on a device type here, natively or interpreted."""
+        return device in self.devices or (device == "cpu" and self.interpreted and interpreting())
+
+
+@dataclass(frozen=True)
+class OwnTolerance:
+    """An operator's own row of the conformance kit's tolerance table.
+
+    Attributes:
+        dtype: compute dtype for which it stands.
+        factor: multiplies the family's bound: below 1 tightens it, above 1 loosens it.
+        reason: why a looser bound is right, with its derivation; needed if `factor` > 1, printed by every report.
+        options: the row stands only where the operator's options have these values; empty = always.
+    """
+
+    dtype: str
+    factor: float
+    reason: str = ""
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -91,6 +121,7 @@ class OperatorDeclaration:
         support: limits as data.
         refuses: limits as code: takes the family's problem, returns one sentence "has X, needs Y" per obstacle.
         properties: promises.
+        tolerances: its own rows of the tolerance table; without one the family's bound holds.
         options: pydantic model of the operator's own options.
         contract_version: version of the operator contract the plugin was written for.
     """
@@ -107,5 +138,6 @@ class OperatorDeclaration:
     support: Support = Support()
     refuses: Callable[[Any], list[str]] | None = None
     properties: Properties = Properties()
+    tolerances: tuple[OwnTolerance, ...] = ()
     options: type[OperatorOptions] = OperatorOptions
     contract_version: int = CONTRACT_VERSION

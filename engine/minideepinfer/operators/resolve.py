@@ -79,7 +79,9 @@ class _Choice:
     def automatic(self) -> PlannedOperator:
         reasons = self._reasons(self.problem)
         operators = self.registry.operators(self.key[0])
-        unranked = {operator.name: reasons[operator.name] or _never_ranked(operator) for operator in operators}
+        unranked = {
+            operator.name: reasons[operator.name] or _never_ranked(operator, self.problem) for operator in operators
+        }
         ranked = [operator for operator in operators if not unranked[operator.name]]
         if not ranked:
             listed = "; ".join(f"{name}: {', '.join(why)}" for name, why in unranked.items()) or "none is registered"
@@ -167,12 +169,14 @@ def _in_emitted_layout(problem: Problem, operator: RegisteredOperator) -> Proble
     return replace(problem, selection_layout=emitted[0])
 
 
-def _never_ranked(operator: RegisteredOperator) -> tuple[str, ...]:
+def _never_ranked(operator: RegisteredOperator, problem: Problem) -> tuple[str, ...]:
     reasons = []
     if operator.distribution != OWN_DISTRIBUTION:
         reasons.append(f"comes from {operator.distribution}, auto ranks only {OWN_DISTRIBUTION}")
     if operator.declaration.tier is Tier.EXPERIMENTAL:
         reasons.append("is experimental, auto never picks that")
+    if problem.device not in operator.declaration.support.devices:
+        reasons.append(f"would be interpreted on {problem.device}, auto never picks that")
     return tuple(reasons)
 
 

@@ -24,8 +24,10 @@ def obstacles(declaration: OperatorDeclaration, problem: Problem) -> tuple[str, 
 
 def _limits(support: Support, problem: Problem) -> list[str]:
     found = []
+    if not support.serves(problem.device):
+        way_out = " (or TRITON_INTERPRET=1, to have its kernels interpreted)" if support.interpreted else ""
+        found.append(f"has device {problem.device}, needs {' or '.join(support.devices) or 'none'}{way_out}")
     for what, has, accepted in (
-        ("device", problem.device, support.devices),
         ("dtype", problem.dtype, support.dtypes),
         ("phase", problem.phase, support.phases),
     ):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -50,6 +50,7 @@ class Report:
         refused: reasons for which it refused a call, with counts.
         worst: largest error in units of its bound.
         seconds: it took.
+        forms: which forms of the operator ran, with counts; empty if it does not say.
     """
 
     title: str
@@ -58,6 +59,7 @@ class Report:
     refused: Counter[str]
     worst: float
     seconds: float
+    forms: Counter[str] = field(default_factory=Counter)
 
     @property
     def failures(self) -> tuple[Outcome, ...]:
@@ -98,18 +100,20 @@ def check_operator(
         tally.ran += subject.tally.ran
         tally.refused += subject.tally.refused
         tally.worst = max(tally.worst, subject.tally.worst)
-    if not tally.ran and device in operator.declaration.support.devices:
+        tally.forms += subject.tally.forms
+    if not tally.ran and operator.declaration.support.serves(device):
         reasons = "; ".join(tally.refused) or "nothing was asked"
         outcomes.append(Outcome("serves-something", FAILED, f"every case was skipped on {device}: {reasons}"))
     seconds = time.perf_counter() - start
-    return Report(operator.title, tuple(outcomes), tally.ran, tally.refused, tally.worst, seconds)
+    return Report(operator.title, tuple(outcomes), tally.ran, tally.refused, tally.worst, seconds, tally.forms)
 
 
 def check_one(subject: Subject, relation: Relation | ExplicitCase, profile: Profile, seed: int) -> Outcome:
     """One relation or explicit case of one operator."""
     torch.manual_seed(seed)
-    if subject.device.type not in (devices := subject.registered.declaration.support.devices):
-        return Outcome(relation.name, SKIPPED, f"the operator serves {' and '.join(devices)} only")
+    support = subject.registered.declaration.support
+    if not support.serves(subject.device.type):
+        return Outcome(relation.name, SKIPPED, f"the operator serves {' and '.join(support.devices)} only")
     if isinstance(relation, ExplicitCase):
         return _explicit(subject, relation)
     if relation.needs and not getattr(subject.properties, relation.needs):
@@ -151,11 +155,11 @@ def pasteable(subject: Subject, name: str, recipe: Any) -> str:
 
 def _code(recipe: Any) -> str:
     """The call that makes a recipe; what has its default value is left out."""
-    given = [(field, getattr(recipe, field.name)) for field in fields(recipe)]
+    given = [(each, getattr(recipe, each.name)) for each in fields(recipe)]
     written = [
-        f"{field.name}={_code(value) if is_dataclass(value) else repr(value)}"
-        for field, value in given
-        if value != field.default
+        f"{each.name}={_code(value) if is_dataclass(value) else repr(value)}"
+        for each, value in given
+        if value != each.default
     ]
     return f"{type(recipe).__name__}({', '.join(written)})"
 

@@ -18,6 +18,8 @@ def lines(report: Report) -> list[str]:
         f"{report.seconds:.1f} s",
         f"  holds: {', '.join(report.held) or 'nothing'}",
     ]
+    if report.forms:
+        text.append("  form: " + ", ".join(f"{form} ({count} calls)" for form, count in report.forms.most_common()))
     text += [f"  refused {count} times: {reason}" for reason, count in report.refused.most_common(5)]
     for outcome in report.outcomes:
         if outcome.status == SKIPPED:
@@ -37,6 +39,7 @@ def data(report: Report) -> dict[str, Any]:
         "calls": report.calls,
         "refused": dict(report.refused),
         "worst": report.worst,
+        "forms": dict(report.forms),
         "seconds": round(report.seconds, 2),
         "outcomes": [asdict(outcome) for outcome in report.outcomes],
     }

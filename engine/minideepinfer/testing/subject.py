@@ -35,6 +35,8 @@ class Tally:
     refused: Counter[str] = field(default_factory=Counter)
     worst: float = 0.0
     """Largest error, in units of its bound."""
+    forms: Counter[str] = field(default_factory=Counter)
+    """Which form of the operator ran (a built operator may say so in `form`, e.g. `gluon` or `interpreted`)."""
 
 
 class Subject:
@@ -97,7 +99,10 @@ class Subject:
             self.tally.refused["; ".join(reasons)] += 1
             raise Refused("; ".join(reasons))
         self.tally.ran += 1
-        return self._call(self.registered, case)
+        outputs = self._call(self.registered, case)
+        if form := getattr(self.operator(case), "form", ""):
+            self.tally.forms[form] += 1
+        return outputs
 
     def operator(self, case: Any) -> Any:
         """The built operator of a case."""

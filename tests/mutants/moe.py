@@ -142,4 +142,22 @@ NAIVE = (
         "return total.to(x.dtype)",
         "return total.to(x.dtype) if total.any() else x.nan_to_num_(0.0).mul_(0.0)",
     ),
+    mutant(
+        "rank-without-tokens-leaves",
+        "ranks-together",
+        "        dispatched = comm.dispatch(x, *routing)",
+        "        if not len(x):\n            return x\n        dispatched = comm.dispatch(x, *routing)",
+    ),
+    mutant(
+        "sums-not-brought-home",
+        "ranks-together",
+        "total = comm.combine(partial, dispatched.handle)",
+        "total = partial[: len(x)] + 0.0 * comm.combine(partial, dispatched.handle)",
+    ),
+    mutant(
+        "sums-brought-home-in-compute-dtype",
+        "ranks-together",
+        "total = comm.combine(partial, dispatched.handle)",
+        "total = comm.combine(partial.to(x.dtype), dispatched.handle)",
+    ),
 )

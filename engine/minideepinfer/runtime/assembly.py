@@ -14,7 +14,8 @@ from minideepinfer.model.transformer import TextModel
 from minideepinfer.model.weights import LayerWeights, ModelWeights
 from minideepinfer.operators import MoeWeights, Phase, RegisteredOperator
 from minideepinfer.operators.build import OperatorBuilder
-from minideepinfer.operators.plan import Plan
+from minideepinfer.operators.placed import Placed
+from minideepinfer.operators.plan import Plan, PlannedOperator
 
 
 def assemble(
@@ -95,4 +96,8 @@ class _Parts:
         return served
 
     def _operators(self, family: str, layer_id: int | None) -> dict[Phase, Any]:
-        return {phase: self.builder.build(self.plan.operators[family, layer_id, phase]) for phase in Phase}
+        return {phase: self._placed(self.plan.operators[family, layer_id, phase], layer_id, phase) for phase in Phase}
+
+    def _placed(self, planned: PlannedOperator, layer_id: int | None, phase: Phase) -> Placed:
+        place = phase.value if layer_id is None else f"layer {layer_id}, {phase}"
+        return Placed(self.builder.build(planned), f"{planned.registered.title} in {place}")

@@ -13,7 +13,7 @@ import torch
 from minideepinfer.errors import OperatorError
 from minideepinfer.operators import FAMILIES, OperatorRegistry, RegisteredOperator
 from minideepinfer.testing.contract import Crash, ExplicitCase, Refused, Relation, Violation
-from minideepinfer.testing.search import Failure, Profile, search
+from minideepinfer.testing.search import Failure, Profile, judging, search
 from minideepinfer.testing.subject import Subject, Tally
 from minideepinfer.testing.tolerances import conformance
 
@@ -128,7 +128,8 @@ def check_one(subject: Subject, relation: Relation | ExplicitCase, profile: Prof
 
 def _explicit(subject: Subject, case: ExplicitCase) -> Outcome:
     try:
-        case.check(subject)
+        with judging(subject):
+            case.check(subject)
     except Refused as refused:
         return Outcome(case.name, FAILED, f"the operator refuses the case at all dims that the kit tries: {refused}")
     except (Violation, Crash) as error:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -22,6 +23,7 @@ from minideepinfer.operators import (
 from minideepinfer.operators.build import build
 from minideepinfer.operators.support import obstacles
 from minideepinfer.testing.contract import Conformance, Crash, Outputs, Refused, Violation
+from minideepinfer.testing.ranks import RankComm, World
 from minideepinfer.testing.tensors import map_tensors, same_bits
 
 C = TypeVar("C")
@@ -56,13 +58,18 @@ class Subject:
         self.registered, self.family, self.device = registered, family, torch.device(device)
         self.properties = registered.declaration.properties
         self.tally = Tally()
-        self._registry = registry
-        self._built: dict[tuple[RegisteredOperator, Problem], Any] = {}
+        self.registry = registry
+        self._built: dict[tuple[RegisteredOperator, Problem, int], Any] = {}
 
     @property
     def dtypes(self) -> tuple[str, ...]:
         """The compute dtypes that the operator declares."""
         return self.registered.declaration.support.dtypes
+
+    @property
+    def interpreted(self) -> bool:
+        """Whether its kernels are interpreted here, which makes large cases too slow."""
+        return self.device.type not in self.registered.declaration.support.devices
 
     def problem(self, case: Any) -> Problem:
         """A case's problem on the device under test."""
@@ -71,6 +78,12 @@ class Subject:
     def obstacles(self, case: Any) -> tuple[str, ...]:
         """Why the operator does not serve a case; empty if it does."""
         return obstacles(self.registered.declaration, self.problem(case))
+
+    def serves(self, problem: Problem) -> bool:
+        """Whether the operator serves a problem; if not, that is counted."""
+        if reasons := obstacles(self.registered.declaration, on_device(problem, self.device)):
+            self.tally.refused["; ".join(reasons)] += 1
+        return not reasons
 
     def nearest(self, cases: Iterable[C]) -> C:
         """The first of some cases, ordered by distance from the one wanted, whose problem the operator serves.
@@ -95,14 +108,37 @@ class Subject:
 
     def run_on_device(self, case: Any) -> Outputs:
         """Like `run`; the outputs stay where the operator put them."""
-        if reasons := self.obstacles(case):
-            self.tally.refused["; ".join(reasons)] += 1
-            raise Refused("; ".join(reasons))
-        self.tally.ran += 1
+        self._count(case)
         outputs = self._call(self.registered, case)
-        if form := getattr(self.operator(case), "form", ""):
-            self.tally.forms[form] += 1
+        self._note_form(self.operator(case))
         return outputs
+
+    def run_together(
+        self, cases: Sequence[C], world: World, call: Callable[[Any, C, RankComm], Outputs]
+    ) -> list[Outputs]:
+        """Call the operator on every rank of a world, each with an operator of its own.
+
+        Args:
+            cases: one for each rank.
+            world: where the ranks meet.
+            call: calls a built operator with a case and its rank's comm operator.
+
+        Raises:
+            Refused, Crash: see `run`.
+            Violation: the ranks do not meet, see `World`.
+        """
+        for case in cases:
+            self._count(case)
+
+        def rank(comm: RankComm) -> Outputs:
+            case = cases[comm.rank]
+            with crashing(self.registered):
+                operator = self._operator(self.registered, self.problem(case), comm.rank)
+                outputs = call(operator, map_tensors(case, lambda tensor: tensor.to(self.device)), comm)
+                self._note_form(operator)
+                return {name: tensor.cpu() for name, tensor in _tensors(outputs).items()}
+
+        return world.run(rank)
 
     def operator(self, case: Any) -> Any:
         """The built operator of a case."""
@@ -110,12 +146,12 @@ class Subject:
 
     def reference(self, case: Any) -> Outputs:
         """What the reference operator returns, in float32, on the same numbers."""
-        outputs = self._call(self._reference(self.family.family), self.family.widen(case))
+        outputs = self._call(self.reference_operator(self.family.family), self.family.widen(case))
         return {name: tensor.cpu() for name, tensor in outputs.items()}
 
     def peer(self, family: str, problem: Problem) -> Any:
         """The built reference operator of another family, for operators that call one."""
-        return self._operator(self._reference(family), on_device(problem, self.device))
+        return self._operator(self.reference_operator(family), on_device(problem, self.device))
 
     def equal(self, case: Any, found: Mapping[str, Tensor], expected: Mapping[str, Tensor], what: str) -> None:
         """Two results of this operator must have the same bits.
@@ -151,26 +187,57 @@ class Subject:
             raise Violation(f"{what} at {where}: error {float(error[place]):.3g}, bound {float(bound[place]):.3g}")
         self.tally.worst = max(self.tally.worst, worst)
 
-    def _reference(self, family: str) -> RegisteredOperator:
-        for operator in self._registry.operators(family):
+    def reference_operator(self, family: str) -> RegisteredOperator:
+        """The operator of a family that the others are compared with.
+
+        Raises:
+            OperatorError: none is registered.
+        """
+        for operator in self.registry.operators(family):
             if operator.declaration.tier is Tier.REFERENCE:
                 return operator
         raise OperatorError(
             f"no {family} operator of tier reference is registered; mini-deepinfer's own plugin has one"
         )
 
-    def _operator(self, registered: RegisteredOperator, problem: Problem) -> Any:
-        if (registered, problem) not in self._built:
+    def _operator(self, registered: RegisteredOperator, problem: Problem, rank: int = 0) -> Any:
+        if (registered, problem, rank) not in self._built:
             options = registered.declaration.options()
-            self._built[registered, problem] = build(_planned(registered, problem, options), self.device)
-        return self._built[registered, problem]
+            self._built[registered, problem, rank] = build(_planned(registered, problem, options), self.device)
+        return self._built[registered, problem, rank]
 
     def _call(self, registered: RegisteredOperator, case: Any) -> Outputs:
-        try:
+        with crashing(registered):
             operator = self._operator(registered, self.problem(case))
-            return self.family.outputs(self, operator, map_tensors(case, lambda tensor: tensor.to(self.device)))
-        except Exception as error:
-            raise Crash(f"{registered.title} raised {type(error).__name__}: {error}") from error
+            moved = map_tensors(case, lambda tensor: tensor.to(self.device))
+            return _tensors(self.family.outputs(self, operator, moved))
+
+    def _count(self, case: Any) -> None:
+        if not self.serves(case.problem):
+            raise Refused("; ".join(self.obstacles(case)))
+        self.tally.ran += 1
+
+    def _note_form(self, operator: Any) -> None:
+        if form := getattr(operator, "form", ""):
+            self.tally.forms[form] += 1
+
+
+@contextmanager
+def crashing(registered: RegisteredOperator) -> Iterator[None]:
+    """Whatever an operator's code raises inside becomes a `Crash` that names it."""
+    try:
+        yield
+    except (Violation, Refused, Crash):
+        raise
+    except (Exception, SystemExit) as error:
+        raise Crash(f"{registered.title} raised {type(error).__name__}: {error}") from error
+
+
+def _tensors(outputs: Outputs) -> Outputs:
+    for name, value in outputs.items():
+        if not isinstance(value, Tensor):
+            raise Violation(f"{name} is {value!r:.80}; a tensor is needed")
+    return outputs
 
 
 def on_device(problem: Problem, device: torch.device) -> Problem:

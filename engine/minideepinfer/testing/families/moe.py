@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minideepinfer.operators import CommProblem, PackedExperts
+from minideepinfer.operators import CommProblem
 from minideepinfer.testing import strategies
 from minideepinfer.testing.bounds import moe_bound, route
 from minideepinfer.testing.contract import Conformance, Outputs, Relation, Tolerance, Violation
 from minideepinfer.testing.families.moe_cases import CASES, EDGES, identity_case
-from minideepinfer.testing.recipes.moe import MoeCase
+from minideepinfer.testing.families.moe_ranks import ranks_together
+from minideepinfer.testing.recipes.moe import MoeCase, held_experts
 from minideepinfer.testing.relations import EVERYWHERE, OWN_MEMORY, unread_memory
 from minideepinfer.testing.subject import Subject, difference
 
@@ -107,12 +108,10 @@ def ranks_add_up(subject: Subject, case: MoeCase) -> None:
         return
     half, total = experts.num_local // 2, torch.zeros(case.x.shape)
     for first, last in ((0, half), (half, experts.num_local)):
-        parts = {name: getattr(experts, name)[first:last] for name in ("w13", "w13_scale", "w2", "w2_scale")}
-        mine = PackedExperts(**parts, expert_start=experts.expert_start + first)
         rank = replace(
             case,
             problem=replace(case.problem, num_local_experts=last - first),
-            weights=replace(case.weights, experts=mine),
+            weights=replace(case.weights, experts=held_experts(experts, first, last)),
         )
         total += subject.run(replace(rank, x=case.x.masked_fill(~rank.local_rows()[:, None], torch.nan)))["y"].float()
     # Each rank rounds for itself, hence three bounds instead of two.
@@ -174,6 +173,11 @@ FAMILY = Conformance(
         Relation("unused-experts", "experts without tokens that are computed, or left in the output", unused_experts),
         Relation(
             "ranks-add-up", "global and local expert numbers confused; a rank's share dropped or doubled", ranks_add_up
+        ),
+        Relation(
+            "ranks-together",
+            "a rank without tokens that leaves out a collective; tokens that come home to the wrong row, or twice",
+            ranks_together,
         ),
         Relation(
             "identity-experts",

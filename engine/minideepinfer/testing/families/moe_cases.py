@@ -12,6 +12,8 @@ from torch import Tensor
 from minideepinfer.operators import PackedExperts
 from minideepinfer.quantization import decode_e2m1
 from minideepinfer.testing.contract import ExplicitCase, Violation
+from minideepinfer.testing.families.comm_ranks import with_comm
+from minideepinfer.testing.families.moe_ranks import check_ranks, check_unsent_rows, on_ranks, split
 from minideepinfer.testing.recipes.moe import MoeCase, MoeRecipe, random_experts
 from minideepinfer.testing.subject import Subject, difference
 from minideepinfer.testing.tensors import same_bits
@@ -156,31 +158,50 @@ def m2(subject: Subject) -> None:
 
 
 def m4(subject: Subject) -> None:
-    """Rows without a local expert are NaN, on the first and on the last of four ranks."""
+    """Rows without a local expert are NaN, on single ranks of four, and on four ranks together."""
     for tokens, topk in ((1, 1), (1, 6), (5, 4), (300, 6)):
         generator = torch.Generator().manual_seed(tokens * 10 + topk)
         ids = torch.stack([torch.randperm(8, generator=generator)[:topk] for _ in range(tokens)])
         ids[torch.rand(ids.shape, generator=generator) < 0.1] = -1
+        recipe = MoeRecipe(hidden_size=1056, intermediate_size=96, num_experts=8, num_local_experts=8)
         for rank in (0, 3):
-            recipe = MoeRecipe(
-                hidden_size=1056, intermediate_size=96, num_experts=8, num_local_experts=2, expert_start=2 * rank
-            )
-            case = _forced(subject, recipe, ids)
-            experts = random_experts(2, case.problem.hidden_size, case.problem.intermediate_size, generator, 2 * rank)
-            experts.w13[0, 0, 0, :256] = torch.arange(256, dtype=torch.uint8)
-            case = replace(case, weights=replace(case.weights, experts=experts))
-            remote = ~case.local_rows()[:, None]
-            zeroed = replace(case, x=case.x.masked_fill(remote, 0.0))
-            poisoned = replace(case, x=case.x.masked_fill(remote, torch.nan))
-            found, expected = _y(subject, poisoned), subject.run(zeroed)["y"]
-            if subject.properties.deterministic and not same_bits(found, expected):
-                raise Violation(f"remote rows matter: {difference(found, expected)}")
-            if not bool((found[remote[:, 0]] == 0).all()):
-                raise Violation("a row without a local expert is not zero")
+            _m4_alone(subject, replace(recipe, num_local_experts=2, expert_start=2 * rank), ids, generator)
+        if tokens < 300 or not subject.interpreted:
+            for whole in _on_four(subject, recipe, ids):
+                shares = [range(tokens)[rank::4] for rank in range(4)]
+                check_unsent_rows(subject, _every_byte(whole, generator), shares)
+
+
+def _m4_alone(subject: Subject, recipe: MoeRecipe, ids: Tensor, generator: torch.Generator) -> None:
+    case = _every_byte(_forced(subject, recipe, ids), generator)
+    remote = ~case.local_rows()[:, None]
+    zeroed = replace(case, x=case.x.masked_fill(remote, 0.0))
+    poisoned = replace(case, x=case.x.masked_fill(remote, torch.nan))
+    found, expected = _y(subject, poisoned), subject.run(zeroed)["y"]
+    if subject.properties.deterministic and not same_bits(found, expected):
+        raise Violation(f"remote rows matter: {difference(found, expected)}")
+    if not bool((found[remote[:, 0]] == 0).all()):
+        raise Violation("a row without a local expert is not zero")
+
+
+def _every_byte(case: MoeCase, generator: torch.Generator) -> MoeCase:
+    """The case with other experts, among whose codes is every byte."""
+    held, problem = case.weights.experts, case.problem
+    sizes = (held.num_local, problem.hidden_size, problem.intermediate_size)
+    experts = random_experts(*sizes, generator, held.expert_start)
+    count = min(256, problem.hidden_size // 2)
+    experts.w13[0, 0, 0, :count] = torch.arange(256, dtype=torch.uint8)[:count]
+    return replace(case, weights=replace(case.weights, experts=experts))
+
+
+def _on_four(subject: Subject, recipe: MoeRecipe, ids: Tensor) -> list[MoeCase]:
+    """A case of one rank that the operator serves as one of four; none if it serves no dims of several ranks."""
+    whole = _forced(subject, recipe, ids)
+    return [whole] if subject.serves(on_ranks(whole, [[]] * 4)[0].problem) else []
 
 
 def c1(subject: Subject) -> None:
-    """No token, tokens anywhere, and every token on the last experts."""
+    """No token, tokens anywhere, and every token on the last experts: on one rank, and on four with 3, 0, 0, 1."""
     recipe = MoeRecipe(num_experts=8, num_local_experts=8)
     for ids in ([[0, 7], [3, 3], [5, -1], [6, 2]], [[6, 7]] * 4):
         case = _forced(subject, recipe, torch.tensor(ids))
@@ -188,11 +209,15 @@ def c1(subject: Subject) -> None:
         empty, _ = case.take([])
         if _y(subject, empty).shape != (0, case.problem.hidden_size):
             raise Violation("no tokens must give [0, hidden]")
+        for whole in _on_four(subject, recipe, torch.tensor(ids)):
+            check_ranks(subject, whole, split(4, (3, 0, 0, 1)))
+            check_ranks(subject, whole, split(0, (0, 0, 0, 0)))
 
 
 CASES = (
     ExplicitCase("M1", "experts without tokens, whose rows stay unwritten or whose weights are read", m1),
     ExplicitCase("M2", "E8M0 at its edges: 0 is a subnormal, 255 is NaN; and every FP4 code", m2),
     ExplicitCase("M4", "rows of other ranks that are read; widths that are no multiple of a tile", m4),
-    ExplicitCase("C1", "a rank without tokens, and all tokens on the last experts (one rank)", c1),
+    ExplicitCase("C1", "a rank without tokens that leaves out a collective, or returns nothing", c1),
+    ExplicitCase("moe-and-comm", "a dispatch that brings what the experts do not expect", with_comm),
 )

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from minideepinfer.operators import Selection
 from minideepinfer.testing.contract import ExplicitCase, Violation
+from minideepinfer.testing.families.whole_model import WHOLE_MODEL
 from minideepinfer.testing.recipes.attention import AttentionCase, AttentionRecipe, fill_readable
 from minideepinfer.testing.recipes.batch import GARBAGE, NAN, BatchRecipe
 from minideepinfer.testing.subject import Subject
@@ -129,4 +130,5 @@ CASES = (
     ExplicitCase("A1", "a first tile without any valid key: a running maximum of -inf minus -inf", a1),
     ExplicitCase("A2", "a padding row whose NaN reaches the real rows or their scale", a2),
     ExplicitCase("A3", "left-over values in a reused index buffer, read past `lens` or out of bounds", a3),
+    *WHOLE_MODEL,
 )

@@ -8,7 +8,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from minideepinfer.quantization import qdq_mxfp4
 from minideepinfer.testing.contract import ExplicitCase, Violation
+from minideepinfer.testing.families.moe_formats import AMAXES
+from minideepinfer.testing.families.whole_model import WHOLE_MODEL
 from minideepinfer.testing.recipes.batch import BatchRecipe, locate
 from minideepinfer.testing.recipes.indexer import IndexerCase, IndexerRecipe
 from minideepinfer.testing.subject import Subject
@@ -128,7 +131,31 @@ def i2(subject: Subject) -> None:
                         _expect(row, list(wanted), f"score 1 at {high}, else 0, k = {topk}, {size} rows at once")
 
 
+def m3(subject: Subject) -> None:
+    """Queries and keys quantised to MXFP4 in blocks of every kind: an operator that computes in FP4 loses nothing."""
+    for dtype in subject.dtypes:
+        case = subject.nearest(_quantized(heads, head_dim, dtype) for heads, head_dim in DIMS if head_dim % 32 == 0)
+        subject.family.compare(subject, case, subject.run(case), subject.reference(case), 1.0)
+
+
+def _quantized(heads: int, head_dim: int, dtype: str) -> IndexerCase:
+    case = IndexerRecipe(_LONG, dtype, heads, head_dim, topk=6, seed=3).build()
+    generator, magnitudes = torch.Generator().manual_seed(4), torch.tensor([amax for amax, _ in AMAXES])
+
+    def blocks(like: Tensor) -> Tensor:
+        """Blocks of 32 whose largest magnitudes are those of the case, in turn."""
+        values = torch.rand(like.numel() // 32, 32, generator=generator) * 2 - 1
+        values[:, 7] = 1.0
+        values = values * magnitudes[torch.arange(len(values)) % 6, None]
+        return qdq_mxfp4(values).view(like.shape).to(like.dtype)
+
+    problem = replace(case.problem, kv_quantization="released")
+    return replace(case, problem=problem, q=blocks(case.q), index_keys=blocks(case.index_keys))
+
+
 CASES = (
     ExplicitCase("I1", "the group that a query stands inside: visible before its last token", i1),
     ExplicitCase("I2", "ties broken by tile, thread or batch", i2),
+    ExplicitCase("M3", "another scale, hence other codes, when what was quantised is quantised again", m3),
+    *WHOLE_MODEL,
 )

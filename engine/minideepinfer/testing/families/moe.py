@@ -13,7 +13,8 @@ from minideepinfer.operators import CommProblem
 from minideepinfer.testing import strategies
 from minideepinfer.testing.bounds import moe_bound, route
 from minideepinfer.testing.contract import Conformance, Outputs, Relation, Tolerance, Violation
-from minideepinfer.testing.families.moe_cases import CASES, EDGES, identity_case
+from minideepinfer.testing.families.moe_calls import identity_case
+from minideepinfer.testing.families.moe_cases import CASES, EDGES
 from minideepinfer.testing.families.moe_ranks import ranks_together
 from minideepinfer.testing.recipes.moe import MoeCase, held_experts
 from minideepinfer.testing.relations import EVERYWHERE, OWN_MEMORY, unread_memory

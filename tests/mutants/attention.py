@@ -153,6 +153,21 @@ NAIVE = (
         "entries = entries.where(valid, 0)",
         "valid = valid & (valid.cumsum(1) < valid.shape[1] // 2 + 2)\n    entries = entries.where(valid, 0)",
     ),
+    mutant(
+        "metadata-of-a-batch-with-as-many-rows",
+        "end-to-end",
+        "        return _Metadata(\n            batch,",
+        "        self.kept = getattr(self, 'kept', {})\n"
+        "        return self.kept.setdefault(batch.num_tokens, _Metadata(\n            batch,",
+        "visible=visible.unsqueeze(1),\n        )",
+        "visible=visible.unsqueeze(1),\n        ))",
+    ),
+    mutant(
+        "metadata-changed-by-run",
+        "end-to-end",
+        "        return output\n\n    def _window_keys",
+        "        metadata.visible.sub_(1)\n        return output\n\n    def _window_keys",
+    ),
 )
 
 TILED = (

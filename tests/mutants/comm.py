@@ -88,4 +88,20 @@ NAIVE = (
         _DISPATCH,
         "return Dispatched(x, topk_ids.long(), topk_weights, None)",
     ),
+    mutant(
+        "rows-of-an-earlier-step",
+        "end-to-end",
+        _FETCH,
+        "self.kept = getattr(self, 'kept', {})\n"
+        "        return self.kept.setdefault((table.shape, len(row_ids)), table[row_ids])",
+    ),
+    mutant(
+        "width-that-is-no-multiple-of-4-cut",
+        "M4",
+        _DISPATCH,
+        "tail = torch.arange(x.shape[1]) >= x.shape[1] // 4 * 4\n"
+        "        return Dispatched(x.masked_fill(tail, 0.0), topk_ids, topk_weights, handle=None)",
+        "from torch import Tensor\n",
+        "import torch\nfrom torch import Tensor\n",
+    ),
 )

@@ -20,6 +20,24 @@ def _decoding(name: str, killed_by: str, expression: str) -> Mutant:
     )
 
 
+def _quantizing(name: str, killed_by: str, rounding: str) -> Mutant:
+    """A mutant that rounds the exponents of activation scales in another way; `.ceil()` is the right one."""
+    function = f"""
+
+def quantized_linear(x, weight, quantization):
+    if quantization == "released":
+        groups = x.float().unflatten(-1, (-1, 32))
+        amax = groups.abs().amax(-1, keepdim=True).clamp(min=1e-4)
+        scale = ((amax / 448).log2(){rounding}).exp2()
+        x = ((groups / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale).flatten(-2).to(x.dtype)
+    return F.linear(x, weight)
+
+
+"""
+    imported = "from minideepinfer.model.linear import quantized_linear\n"
+    return mutant(name, killed_by, imported, "", "class NaiveMoe:", f"{function}class NaiveMoe:")
+
+
 NAIVE = (
     _decoding("nibbles-swapped", "identity-experts", "decode(packed >> 4 | packed << 4, scale, dtype)"),
     _decoding("exponent-0-is-zero", "M2", "decode(packed, scale, dtype) * (scale != 0).repeat_interleave(32, -1)"),
@@ -159,5 +177,21 @@ NAIVE = (
         "ranks-together",
         "total = comm.combine(partial, dispatched.handle)",
         "total = comm.combine(partial.to(x.dtype), dispatched.handle)",
+    ),
+    _quantizing("activation-scale-truncated", "M3", ".floor()"),
+    _quantizing("activation-scale-twice-as-large", "M3", ".ceil() + 1"),
+    _decoding(
+        "format-guessed-from-bytes-on-disk",
+        "L2",
+        "decode(packed, torch.cat([scale, scale], -1), dtype, packed.shape[-1] // scale.shape[-1])",
+    ),
+    mutant(
+        "experts-of-the-first-layer",
+        "end-to-end",
+        "w1, w3 = decode_mxfp4(experts.w13[expert], experts.w13_scale[expert], x.dtype)",
+        "self.kept = getattr(self, 'kept', {})\n"
+        "            w1, w3 = self.kept.setdefault(\n"
+        "                expert, decode_mxfp4(experts.w13[expert], experts.w13_scale[expert], x.dtype)\n"
+        "            )",
     ),
 )

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from minideepinfer.errors import OperatorError
 from minideepinfer.operators import (
+    FAMILIES,
     OperatorOptions,
     OperatorRegistry,
     PlannedOperator,
@@ -58,7 +59,8 @@ class Subject:
         self.registered, self.family, self.device = registered, family, torch.device(device)
         self.properties = registered.declaration.properties
         self.tally = Tally()
-        self.registry = registry
+        self._references = registry
+        self.registry = including(registry, registered)
         self._built: dict[tuple[RegisteredOperator, Problem, int], Any] = {}
 
     @property
@@ -193,7 +195,7 @@ class Subject:
         Raises:
             OperatorError: none is registered.
         """
-        for operator in self.registry.operators(family):
+        for operator in self._references.operators(family):
             if operator.declaration.tier is Tier.REFERENCE:
                 return operator
         raise OperatorError(
@@ -238,6 +240,13 @@ def _tensors(outputs: Outputs) -> Outputs:
         if not isinstance(value, Tensor):
             raise Violation(f"{name} is {value!r:.80}; a tensor is needed")
     return outputs
+
+
+def including(registry: OperatorRegistry, operator: RegisteredOperator) -> OperatorRegistry:
+    """A registry that has an operator, in place of another one of its name."""
+    names = {(operator.declaration.family, operator.name)}
+    others = [other for family in FAMILIES for other in registry.operators(family) if (family, other.name) not in names]
+    return OperatorRegistry([*others, operator])
 
 
 def on_device(problem: Problem, device: torch.device) -> Problem:

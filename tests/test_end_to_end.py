@@ -1,0 +1,135 @@
+"""Whole models in the conformance kit: where an operator is used, and what is noticed there; cases L1 and L2."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from minideepinfer.checkpoint import reader
+from minideepinfer.operators import OperatorRegistry, Phase, RegisteredOperator, Support, load_registry
+from minideepinfer.testing import end_to_end, loading
+from minideepinfer.testing.checking import FAILED, PASSED, Outcome, check_one
+from minideepinfer.testing.contract import Violation
+from minideepinfer.testing.models import MODELS, checkpoint
+from minideepinfer.testing.search import PROFILES
+from minideepinfer.testing.subject import Subject
+from minideepinfer.testing.tolerances import conformance
+from torch import Tensor
+
+REGISTRY: OperatorRegistry = load_registry()
+
+
+def subject_of(family: str = "attention", **changes: Any) -> Subject:
+    """The reference operator under another name, with limits of its own."""
+    naive = REGISTRY.get(family, "single" if family == "comm" else "naive").declaration
+    changed = replace(naive, name="limited", **changes)
+    return Subject(RegisteredOperator(changed, "odd", "1", "ops"), REGISTRY, conformance(family))
+
+
+def check(subject: Subject, name: str = "end-to-end") -> Outcome:
+    return check_one(subject, subject.family.relation(name), PROFILES["quick"], 0)
+
+
+@pytest.mark.parametrize("family", ["attention", "indexer", "moe", "comm"])
+@pytest.mark.parametrize("name", ["end-to-end", "L1", "L2"])
+def test_every_family_is_run_in_a_model(family: str, name: str) -> None:
+    subject = subject_of(family)
+    assert check(subject, name).status == PASSED
+    assert family == "comm" or subject.tally.ran >= 6
+
+
+def test_an_operator_is_used_where_it_serves() -> None:
+    decode = subject_of(support=Support(phases=(Phase.DECODE,)))
+    places = end_to_end.served_places(decode, checkpoint("small"), "float32")
+    assert places == [("attention", layer, Phase.DECODE) for layer in range(5)]
+    assert check(decode).status == PASSED
+    # Decode rows come in three of the five steps, in both dtypes.
+    assert decode.tally.ran == 2 * 3 * 5
+    pooled = subject_of(refuses=lambda problem: [] if problem.compress_ratio == 2 else ["has no pairs"])
+    assert {key[1] for key in end_to_end.served_places(pooled, checkpoint("small"), "float32")} == {1, 2}
+    assert check(pooled).status == PASSED
+
+
+@pytest.mark.parametrize(("head_dim", "name"), [(64, "middle"), (512, "wide")])
+def test_the_nearest_model_is_taken(monkeypatch: pytest.MonkeyPatch, head_dim: int, name: str) -> None:
+    taken = []
+    monkeypatch.setattr(end_to_end.Comparison, "check", lambda self: taken.append(self.path))
+    narrow = subject_of(refuses=lambda problem: [] if problem.head_dim == head_dim else [f"needs {head_dim}"])
+    assert check(narrow).status == PASSED
+    assert taken == [checkpoint(name)] * 2
+
+
+def test_an_operator_that_serves_no_model_fails() -> None:
+    outcome = check(subject_of(refuses=lambda problem: ["has a face, needs none"]))
+    assert outcome.status == FAILED and "serves no layer of any model" in outcome.reason
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_have_every_kind_of_layer(name: str) -> None:
+    from minideepinfer.config import ModelConfig
+
+    layers = ModelConfig.from_file(checkpoint(name)).text_config.layers
+    assert {layer.compress_ratio for layer in layers} == {0, 1, 2}
+    assert any(layer.is_candidate_source for layer in layers) and any(layer.uses_candidates for layer in layers)
+    assert any(layer.index_source not in (None, layer.layer_id) for layer in layers)
+    assert any(layer.engram_index is not None for layer in layers)
+
+
+def off_by(monkeypatch: pytest.MonkeyPatch, change: Any) -> Subject:
+    """`naive` attention whose result is changed, but only inside a model that has it in its place."""
+    subject = subject_of()
+    place = end_to_end.model_with
+
+    def with_change(*args: Any) -> Any:
+        runner = place(*args)
+        if not args[3]:
+            return runner
+        for block in runner.model.blocks:
+            for operator in block.attention.attention.values():
+                run = operator.operator.run
+                operator.run = lambda *a, run=run, **k: change(run(*a, **k))  # type: ignore[union-attr]
+        return runner
+
+    monkeypatch.setattr(end_to_end, "model_with", with_change)
+    return subject
+
+
+def test_logits_may_move_as_far_as_legal_errors_move_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rounded(heads: Tensor) -> Tensor:
+        return (heads.double() * (1 + 2.0**-22)).to(heads.dtype)
+
+    moved = off_by(monkeypatch, rounded)
+    assert check(moved).status == PASSED
+    assert 0 < moved.tally.worst < 1
+
+
+def test_logits_that_move_further_are_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    outcome = check(off_by(monkeypatch, lambda heads: heads * 1.01))
+    assert outcome.status == FAILED and "logits of step 0, row" in outcome.reason and not outcome.crash
+
+
+# L1 and L2
+
+
+def test_a_loader_that_guesses_the_block_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = reader.decode_fp8_blocks
+
+    def usual(codes: Tensor, exponents: Tensor, dtype: torch.dtype, block: tuple[int, int]) -> Tensor:
+        wide = exponents.repeat_interleave(4, 0).repeat_interleave(4, 1)
+        return right(codes, wide, dtype, (32, 32))
+
+    monkeypatch.setattr(reader, "decode_fp8_blocks", usual)
+    with pytest.raises(Violation, match="not its codes times the scales of"):
+        loading.l1(subject_of())
+
+
+def test_a_loader_that_accepts_anything_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "model_with", lambda *args: None)
+    subject = subject_of()
+    places = end_to_end.served_places(subject, checkpoint("small"), "float32")
+    from minideepinfer.testing.models import altered_copy
+
+    with pytest.raises(Violation, match="a checkpoint that contradicts its config is loaded"):
+        loading._refused(subject, altered_copy(checkpoint("small")), places, ("a block size",))

@@ -12,10 +12,10 @@ import torch
 
 from minideepinfer.errors import OperatorError
 from minideepinfer.operators import FAMILIES, OperatorRegistry, RegisteredOperator
-from minideepinfer.testing.contract import Crash, ExplicitCase, Refused, Relation, Violation
+from minideepinfer.testing.chains import conformances, unfinished
+from minideepinfer.testing.contract import Conformance, Crash, ExplicitCase, Refused, Relation, Violation
 from minideepinfer.testing.search import Failure, Profile, judging, search
 from minideepinfer.testing.subject import Subject, Tally
-from minideepinfer.testing.tolerances import conformance
 
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 
@@ -92,20 +92,27 @@ def check_operator(
     Raises:
         OperatorError: no reference operator of the family is registered.
     """
-    start, tally, family = time.perf_counter(), Tally(), conformance(operator.declaration.family)
-    outcomes = []
-    for relation in family.entries:
+    start, tally, outcomes = time.perf_counter(), Tally(), []
+    for family, relation in entries(operator, registry):
         subject = Subject(operator, registry, family, device)
         outcomes.append(check_one(subject, relation, profile, seed))
         tally.ran += subject.tally.ran
         tally.refused += subject.tally.refused
         tally.worst = max(tally.worst, subject.tally.worst)
         tally.forms += subject.tally.forms
+    outcomes += [Outcome("completed", FAILED, reason) for reason in unfinished(operator, registry)]
     if not tally.ran and operator.declaration.support.serves(device):
         reasons = "; ".join(tally.refused) or "nothing was asked"
         outcomes.append(Outcome("serves-something", FAILED, f"every case was skipped on {device}: {reasons}"))
     seconds = time.perf_counter() - start
     return Report(operator.title, tuple(outcomes), tally.ran, tally.refused, tally.worst, seconds, tally.forms)
+
+
+def entries(
+    operator: RegisteredOperator, registry: OperatorRegistry
+) -> list[tuple[Conformance, Relation | ExplicitCase]]:
+    """Everything that is asked of an operator."""
+    return [(family, entry) for family in conformances(operator, registry) for entry in family.entries]
 
 
 def check_one(subject: Subject, relation: Relation | ExplicitCase, profile: Profile, seed: int) -> Outcome:

@@ -10,11 +10,11 @@ from functools import cache
 import pytest
 
 from minideepinfer.operators import OperatorRegistry, RegisteredOperator, load_registry
-from minideepinfer.testing.checking import FAILED, SKIPPED, check_one, find_operators
-from minideepinfer.testing.contract import ExplicitCase, Relation
+from minideepinfer.testing.chains import conformances
+from minideepinfer.testing.checking import FAILED, SKIPPED, check_one, entries, find_operators
+from minideepinfer.testing.contract import Conformance, ExplicitCase, Relation
 from minideepinfer.testing.search import PROFILES, edge_recipes
 from minideepinfer.testing.subject import Subject
-from minideepinfer.testing.tolerances import conformance
 
 
 @cache
@@ -28,18 +28,21 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "entry" not in metafunc.fixturenames:
         metafunc.parametrize("operator", [pytest.param(operator, id=operator.name) for operator in operators])
         return
-    pairs = [
-        pytest.param(operator, entry, id=f"{family.family}/{operator.name}-{entry.name}")
+    asked = [
+        pytest.param(operator, family, entry, id=f"{family.family}/{operator.name}-{entry.name}")
         for operator in operators
-        for family in [conformance(operator.declaration.family)]
-        for entry in family.entries
+        for family, entry in entries(operator, _registry())
     ]
-    metafunc.parametrize(("operator", "entry"), pairs)
+    metafunc.parametrize(("operator", "family", "entry"), asked)
 
 
-def test_it_holds(operator: RegisteredOperator, entry: Relation | ExplicitCase, pytestconfig: pytest.Config) -> None:
+def test_it_holds(
+    operator: RegisteredOperator,
+    family: Conformance,
+    entry: Relation | ExplicitCase,
+    pytestconfig: pytest.Config,
+) -> None:
     """The relation or explicit case holds for the operator."""
-    family = conformance(operator.declaration.family)
     subject = Subject(operator, _registry(), family, pytestconfig.getoption("--operator-device"))
     profile = PROFILES[pytestconfig.getoption("--operator-profile")]
     outcome = check_one(subject, entry, profile, pytestconfig.getoption("--operator-seed"))
@@ -54,8 +57,9 @@ def test_it_serves_something(operator: RegisteredOperator, pytestconfig: pytest.
     device = pytestconfig.getoption("--operator-device")
     if not operator.declaration.support.serves(device):
         pytest.skip(f"the operator does not claim {device}")
-    family = conformance(operator.declaration.family)
-    subject = Subject(operator, _registry(), family, device)
-    reasons = [subject.obstacles(recipe.build()) for recipe in edge_recipes(family, subject.dtypes)]
+    reasons = []
+    for family in conformances(operator, _registry()):
+        subject = Subject(operator, _registry(), family, device)
+        reasons += [subject.obstacles(recipe.build()) for recipe in edge_recipes(family, subject.dtypes)]
     if all(reasons):
         pytest.fail(f"{operator.title} refuses every edge case: {reasons[0]}", pytrace=False)

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
     from torch import Tensor
 
+    from minideepinfer.operators import RegisteredOperator
     from minideepinfer.testing.subject import Subject
 
 Outputs = dict[str, "Tensor"]
@@ -92,6 +93,8 @@ class Conformance:
         relations: what is checked of each case; the comparison with the reference is one of them.
         cases: explicit cases.
         tolerances: the rows of the family in the tolerance table.
+        partner: for a chain, the operator of another family with which results are completed (see
+            `minideepinfer.testing.chains`); a case then has `partner_problem` too.
     """
 
     family: str
@@ -103,6 +106,7 @@ class Conformance:
     relations: tuple[Relation, ...]
     cases: tuple[ExplicitCase, ...]
     tolerances: tuple[Tolerance, ...]
+    partner: RegisteredOperator | None = None
 
     @property
     def entries(self) -> tuple[Relation | ExplicitCase, ...]:

@@ -74,10 +74,15 @@ def served_places(subject: Subject, path: Path, dtype: str) -> list[PlanKey]:
 
 
 def engine_config(subject: Subject, dtype: str, places: Sequence[PlanKey]) -> EngineConfig:
-    """Reference operators everywhere, the operator under test in some places."""
+    """Reference operators everywhere, the operator under test (and its partner) in some places."""
     ops: dict[str, Any] = {family: subject.reference_operator(family).name for family in FAMILIES}
-    name = subject.registered.name
+    chosen = {
+        operator.declaration.family: operator.name
+        for operator in (subject.registered, subject.family.partner)
+        if operator
+    }
     for family, layer, phase in places:
+        name = chosen[family]
         if layer is None:
             ops[family] = name
             continue
@@ -105,6 +110,7 @@ class Comparison:
     Attributes:
         places: where the operator under test serves.
         steps: see `STEPS`.
+        bounds: of the results that are moved, in the order of the calls.
     """
 
     subject: Subject
@@ -112,23 +118,27 @@ class Comparison:
     dtype: str
     places: Sequence[PlanKey]
     steps: Sequence[tuple[int, int]] = STEPS
-    _bounds: list[Tensor] = field(default_factory=list)
+    bounds: list[Tensor] = field(default_factory=list)
 
     def check(self) -> None:
         """Raises `Violation` if a call or the logits are off."""
         reference = model_with(self.subject, self.path, self.dtype, [])
         watch = Watch(reference, self._compare_call)
-        choices, expected = self._play(reference, watch)
+        choices, expected = self.play(reference, watch)
         with crashing(self.subject.registered):
-            found = self._play(model_with(self.subject, self.path, self.dtype, self.places), forced=choices)[1]
-        bound = self._bound_of_logits(choices, expected)
+            found = self.play(model_with(self.subject, self.path, self.dtype, self.places), forced=choices)[1]
+        bound = self.bound_of_logits(choices, expected)
         for step, (own, wanted, legal) in enumerate(zip(found, expected, bound, strict=True)):
             self.subject.measure((own - wanted).norm(dim=1), legal, f"logits of step {step}, row")
 
-    def _play(
-        self, runner: Runner, watch: Watch | None = None, forced: Sequence[Forced] = ()
+    def play(
+        self,
+        runner: Runner,
+        watch: Watch | None = None,
+        forced: Sequence[Forced] = (),
+        begin: Callable[[], None] = lambda: None,
     ) -> tuple[list[Forced], list[Tensor]]:
-        """The choices and the float64 logits of every step."""
+        """The choices and the float64 logits of every step; `begin` is called before each."""
         vocabulary = runner.config.text_config.vocab_size - 3  # special tokens are the last ones
         requests = []
         for number, lengths in enumerate(zip(*self.steps, strict=True)):
@@ -137,6 +147,7 @@ class Comparison:
             requests.append(Request(number, ids, len(ids), len(ids), "all", ring=1 - number, pages=pages))
         choices, logits = [], []
         for number, counts in enumerate(self.steps):
+            begin()
             if watch is not None:
                 watch.begin_step()
             scheduled = [ScheduledRequest(r, count) for r, count in zip(requests, counts, strict=True) if count]
@@ -145,23 +156,27 @@ class Comparison:
             logits.append(torch.cat([result.logits.cpu().double() for result in results]))
         return choices, logits
 
+    def moves(self, family: str, layer: int, phase: Phase) -> bool:
+        """Whether results are not those of the reference operator, but within a bound of them."""
+        return (family, layer, phase) in self.places and family in BOUNDS
+
     def _compare_call(self, family: str, layer: int, phase: Phase, case: Any, result: Any) -> Any:
         """The operator's answer to a call of the reference run."""
         subject = self.subject
-        if (family, layer, phase) in self.places:
+        if family == subject.family.family and (family, layer, phase) in self.places:
             try:
                 subject.family.compare(subject, case, subject.run(case), subject.reference(case), 1.0)
             except Violation as violation:
                 raise Violation(f"layer {layer}, {phase}: {violation}") from None
-            if family in BOUNDS:
-                self._bounds.append(BOUNDS[family](case))
+            if self.moves(family, layer, phase):
+                self.bounds.append(BOUNDS[family](case))
         return result
 
-    def _bound_of_logits(self, choices: Sequence[Forced], expected: Sequence[Tensor]) -> list[Tensor]:
+    def bound_of_logits(self, choices: Sequence[Forced], expected: Sequence[Tensor]) -> list[Tensor]:
         """Per step and row, the largest change of the logits over some runs with moved results."""
         largest = [torch.zeros(len(rows), dtype=torch.float64) for rows in expected]
-        for seed in range(DRAWS if self._bounds else 0):
-            generator, bounds = torch.Generator().manual_seed(seed), iter(self._bounds)
+        for seed in range(DRAWS if self.bounds else 0):
+            generator, bounds = torch.Generator().manual_seed(seed), iter(self.bounds)
 
             def move(
                 family: str,
@@ -172,13 +187,13 @@ class Comparison:
                 generator: torch.Generator = generator,
                 bounds: Any = bounds,
             ) -> Any:
-                if (family, layer, phase) not in self.places or family not in BOUNDS:
+                if not self.moves(family, layer, phase):
                     return result
                 signs = torch.randint(0, 2, result.shape, generator=generator) * 2 - 1
                 return (result.cpu().double() + signs * next(bounds)).to(result)
 
             runner = model_with(self.subject, self.path, self.dtype, [])
             Watch(runner, move)
-            moved = self._play(runner, forced=choices)[1]
+            moved = self.play(runner, forced=choices)[1]
             largest = [a.maximum((m - e).norm(dim=1)) for a, m, e in zip(largest, moved, expected, strict=True)]
         return largest

@@ -6,10 +6,9 @@ from typing import Any
 
 from minideepinfer.errors import OperatorError
 from minideepinfer.operators import load_registry
-from minideepinfer.testing.checking import find_operators
+from minideepinfer.testing.checking import entries, find_operators
 from minideepinfer.testing.contract import ExplicitCase
 from minideepinfer.testing.subject import Subject
-from minideepinfer.testing.tolerances import conformance
 
 
 def replay(operator: str, name: str, recipe: Any = None, device: str = "cpu") -> None:
@@ -29,13 +28,11 @@ def replay(operator: str, name: str, recipe: Any = None, device: str = "cpu") ->
     """
     registry = load_registry()
     (registered,) = find_operators(registry, [operator])
-    family = conformance(registered.declaration.family)
+    asked = {entry.name: (family, entry) for family, entry in entries(registered, registry)}
+    if name not in asked:
+        raise OperatorError(f"{registered.title} is not asked for {name!r}, but for {', '.join(asked)}")
+    family, entry = asked[name]
     subject = Subject(registered, registry, family, device)
-    try:
-        entry = family.relation(name)
-    except KeyError:
-        known = ", ".join(entry.name for entry in family.entries)
-        raise OperatorError(f"family {family.family} has no relation {name!r}; it has {known}") from None
     if isinstance(entry, ExplicitCase):
         entry.check(subject)
     else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 import torch
@@ -18,6 +18,7 @@ from minideepinfer.operators import (
     OperatorRegistry,
     PlannedOperator,
     Problem,
+    Properties,
     RegisteredOperator,
     Tier,
 )
@@ -57,7 +58,7 @@ class Subject:
         device: torch.device | str = "cpu",
     ) -> None:
         self.registered, self.family, self.device = registered, family, torch.device(device)
-        self.properties = registered.declaration.properties
+        self.properties = _properties(registered, family.partner)
         self.tally = Tally()
         self._references = registry
         self.registry = including(registry, registered)
@@ -79,7 +80,11 @@ class Subject:
 
     def obstacles(self, case: Any) -> tuple[str, ...]:
         """Why the operator does not serve a case; empty if it does."""
-        return obstacles(self.registered.declaration, self.problem(case))
+        found = obstacles(self.registered.declaration, self.problem(case))
+        if (partner := self.family.partner) is not None:
+            problem = on_device(case.partner_problem, self.device)
+            found += tuple(f"{partner.title} {reason}" for reason in obstacles(partner.declaration, problem))
+        return found
 
     def serves(self, problem: Problem) -> bool:
         """Whether the operator serves a problem; if not, that is counted."""
@@ -153,7 +158,11 @@ class Subject:
 
     def peer(self, family: str, problem: Problem) -> Any:
         """The built reference operator of another family, for operators that call one."""
-        return self._operator(self.reference_operator(family), on_device(problem, self.device))
+        return self.built(self.reference_operator(family), problem)
+
+    def built(self, registered: RegisteredOperator, problem: Problem) -> Any:
+        """Any operator, built for a problem on the device under test."""
+        return self._operator(registered, on_device(problem, self.device))
 
     def equal(self, case: Any, found: Mapping[str, Tensor], expected: Mapping[str, Tensor], what: str) -> None:
         """Two results of this operator must have the same bits.
@@ -215,8 +224,9 @@ class Subject:
             return _tensors(self.family.outputs(self, operator, moved))
 
     def _count(self, case: Any) -> None:
-        if not self.serves(case.problem):
-            raise Refused("; ".join(self.obstacles(case)))
+        if reasons := self.obstacles(case):
+            self.tally.refused["; ".join(reasons)] += 1
+            raise Refused("; ".join(reasons))
         self.tally.ran += 1
 
     def _note_form(self, operator: Any) -> None:
@@ -240,6 +250,15 @@ def _tensors(outputs: Outputs) -> Outputs:
         if not isinstance(value, Tensor):
             raise Violation(f"{name} is {value!r:.80}; a tensor is needed")
     return outputs
+
+
+def _properties(registered: RegisteredOperator, partner: RegisteredOperator | None) -> Properties:
+    """What an operator promises; with a partner, what both do."""
+    own = registered.declaration.properties
+    if partner is None:
+        return own
+    other = partner.declaration.properties
+    return Properties(*(getattr(own, f.name) and getattr(other, f.name) for f in fields(Properties)))
 
 
 def including(registry: OperatorRegistry, operator: RegisteredOperator) -> OperatorRegistry:

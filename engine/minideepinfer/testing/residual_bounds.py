@@ -138,7 +138,7 @@ def _sinkhorn(logits: Approximate, iterations: int, eps: float) -> tuple[Approxi
     off = error + 3 * distance * FLOAT32 + 2 * ULPS
     off = off + (comb * off.exp()).sum(-1, keepdim=True).log() + num_streams * FLOAT32 + ULPS
     relative = (comb * off.expm1() + TINY) / (comb + eps) + FLOAT32
-    entry = -torch.log1p(-relative.nan_to_num(nan=1.0).clamp(max=1.0)).amax((-2, -1), keepdim=True)
+    entry = torch.log1p(-relative.nan_to_num(nan=1.0).clamp(max=1.0)).neg().amax((-2, -1), keepdim=True)
     steps = 2 * iterations - 1
     interval = 2 * steps * (entry + (num_streams + 2) * FLOAT32) + ULPS * steps * (steps - 1)
     spread = interval + entry + ULPS * steps

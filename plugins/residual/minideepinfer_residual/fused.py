@@ -67,6 +67,11 @@ PLAIN = {torch.bfloat16: Tile(4, 256, 4, 1, 8), torch.float32: Tile(4, 128, 4, 1
 SITE_ROWS, NORM_ROWS, NORM_CHANNELS = 32, 4, 1024
 """Rows whose coefficients a program of `finish` makes; rows and channels that one normalises at a time."""
 
+if interpreting():  # its time goes by programs and operations, not by elements
+    PROJECT = dict.fromkeys(PROJECT, Tile(32, 128, 4, 1, 8))
+    PLAIN = dict.fromkeys(PLAIN, Tile(32, 256, 4, 1, 8))
+    NORM_ROWS = 32
+
 
 def num_columns(num_streams: int) -> int:
     """N: columns of `fn`, as many as the tensor cores want."""

@@ -93,28 +93,33 @@ def streams_pass(
         for i in tl.static_range(S):
             x = tl.load(streams + (first + i)[:, None] * hidden_size + h[None, :], mask=exists, other=0.0)
             entering = entering + (x,)
+        wide = ()
         if MIX:
-            y = tl.load(output + at, mask=exists, other=0.0)
-            y = widen(y)
+            y = widen(tl.load(output + at, mask=exists, other=0.0))
+            for i in tl.static_range(S):
+                wide = wide + (widen(entering[i]),)
         u = tl.zeros([BT, BH], tl.float32)
         for j in tl.static_range(S):
             leaving = entering[j]
             if MIX:
                 value = share[j] * y
                 for i in tl.static_range(S):
-                    value += inflow[j * S + i] * widen(entering[i])
+                    value += inflow[j * S + i] * wide[i]
                 leaving = narrow(value, leaving.dtype)
                 tl.store(mixed + (first + j)[:, None] * hidden_size + h[None, :], leaving, mask=exists)
+            if COLLAPSE or PROJECT:
+                exact = widen(leaving)
             if COLLAPSE:
-                u += weight[j] * widen(leaving)
+                u += weight[j] * exact
             if PROJECT:
                 f = tl.load(fn + (j * fn_width + h).to(tl.int64)[:, None] * (N * PARTS) + columns[None, :])
                 acc = product(leaving, f, acc)
-                streams_squared += tl.sum(widen(leaving) * widen(leaving), 1)
+                streams_squared += tl.sum(exact * exact, 1)
         if COLLAPSE:
             rounded = narrow(u, collapsed.dtype.element_ty)
             tl.store(collapsed + at, rounded, mask=exists)
-            collapsed_squared += tl.sum(widen(rounded) * widen(rounded), 1)
+            exact = widen(rounded)
+            collapsed_squared += tl.sum(exact * exact, 1)
     if PROJECT:
         if PARTS == 2:
             acc = tl.sum(tl.reshape(acc, [BT, N, PARTS]), 2)

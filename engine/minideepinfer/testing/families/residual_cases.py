@@ -28,7 +28,7 @@ EDGES = (
     replace(_FOUR, num_streams=3, projection="zero", base=30.0),
     replace(_FOUR, projection="sparse", scale=20.0),
     replace(_FOUR, projection="zero", base=4.0, call="advance"),
-    replace(_FOUR, projection="normal", amplitude=1e-10, scale=4.0),
+    replace(_FOUR, amplitude=1e-10, scale=4.0, sinkhorn_iterations=20),
 )
 
 
@@ -58,7 +58,7 @@ def _logits(case: ResidualCase, comb: torch.Tensor, vector: torch.Tensor) -> Res
 
 def r1(subject: Subject) -> None:
     """Logits that are large, equal, all for one destination, or nearly triangular (which converges like 1 / n)."""
-    case = _served(subject, replace(_FOUR, tokens=1))
+    case = _served(subject, replace(_FOUR, tokens=1, sinkhorn_iterations=20))
     one_column, triangle = torch.zeros(4, 4), torch.ones(4, 4).tril(-1) * -12.0
     one_column[:, 2] = 40.0
     spike = torch.tensor([1e4, -1e4, 88.0, -88.0])
@@ -91,7 +91,7 @@ def r3(subject: Subject) -> None:
 
 def r4(subject: Subject) -> None:
     """One row and many, narrow and wide: partial tiles of rows and channels, several programs for a row."""
-    sparse = replace(_FOUR, projection="sparse")
+    sparse = replace(_FOUR, projection="sparse", sinkhorn_iterations=20)
     for tokens, hidden in ((1, 1030), (67, 9), (5, 257)):
         for call in ("advance", "normalise"):
             _hold(subject, _served(subject, replace(sparse, tokens=tokens, hidden_size=hidden, call=call)))

@@ -86,7 +86,7 @@ class ResidualRecipe:
     call: str = "enter"
     num_streams: int = 1
     hidden_size: int = 1
-    sinkhorn_iterations: int = 20
+    sinkhorn_iterations: int = 3
     hc_eps: float = 1e-6
     projection: str = "normal"
     amplitude: float = 1.0

@@ -1,10 +1,24 @@
-"""What `fused` cannot serve, without torch."""
+"""Options of `fused` and what it cannot serve, without torch."""
 
 from __future__ import annotations
 
+from typing import Literal
+
+from minideepinfer.operators import OperatorOptions
 from minideepinfer.operators.problem import IndexerProblem
 
 MAX_BLOCK = 64
+
+
+class FusedOptions(OperatorOptions):
+    """Options of `fused`.
+
+    Attributes:
+        arithmetic: `bf16`: products as exact as the problem's dtype, summed in float32; `fp8`: queries and keys as e4m3
+            with a power of two for each vector, where they are MXFP4 values (kv_quantization `released`).
+    """
+
+    arithmetic: Literal["bf16", "fp8"] = "bf16"
 
 
 def refuses(problem: IndexerProblem) -> list[str]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from minideepinfer.operators import TOKEN_INDICES, OperatorDeclaration, Properties, Support, Tier, hookimpl
 
-from minideepinfer_indexer.limits import refuses
+from minideepinfer_indexer.limits import FusedOptions, refuses
 
 OPERATORS = (
     OperatorDeclaration(
@@ -33,6 +33,7 @@ OPERATORS = (
         support=Support(devices=("cuda",), min_capability=(9, 0), requires=("triton",), interpreted=True),
         refuses=refuses,
         properties=Properties(deterministic=True, batch_invariant=True),
+        options=FusedOptions,
     ),
 )
 

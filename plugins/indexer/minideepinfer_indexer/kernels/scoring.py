@@ -18,6 +18,7 @@ def score_kernel(
     tiles,
     lengths,
     candidates,
+    key_scales,
     scores,
     maxima,
     tops,
@@ -30,7 +31,7 @@ def score_kernel(
     page_shift,
     candidate_width,
     candidate_shift,
-    row_entries,
+    width,
     entries_per_program,
     ROWS: tl.constexpr,
     HEADS: tl.constexpr,
@@ -40,6 +41,7 @@ def score_kernel(
     TOP: tl.constexpr,
     WITH_TOPS: tl.constexpr,
     POOLED: tl.constexpr,
+    SCALED: tl.constexpr,
     STAGES: tl.constexpr,
     OPERAND: tl.constexpr,
 ):
@@ -53,9 +55,10 @@ def score_kernel(
         tiles: int32 `[num_tiles, 3]`: request, first row, rows.
         lengths: int32 `[T]`, entries (POOLED: places of the candidate pool) of each row.
         candidates: int32 `[T - first_row, candidate_width]`, ascending blocks of 2^candidate_shift entries (POOLED).
-        scores: float32 `[T - first_row, row_entries]`; what lies at or past a row's length is unspecified.
-        maxima: float32 `[T - first_row, row_entries / BLOCK]`, -inf entries included in place of those not there.
-        tops: float32 `[T - first_row, row_entries / TOP]`, the same for larger blocks (WITH_TOPS).
+        key_scales: float32 `[num_pages, 2^page_shift]`, factor of each key (SCALED).
+        scores: float32 `[T - first_row, width]`; what lies at or past a row's length is unspecified.
+        maxima: float32 `[T - first_row, width / BLOCK]`, -inf entries included in place of those not there.
+        tops: float32 `[T - first_row, width / TOP]`, the same for larger blocks (WITH_TOPS).
         OPERAND: dtype of the product's operands; the interpreter's product knows no bfloat16.
     """
     tile = tiles + tl.program_id(0) * 3
@@ -85,7 +88,9 @@ def score_kernel(
         entry = place
         if POOLED:
             block = tl.load(
-                candidates + local_row(row0, first_row) * candidate_width + (place >> candidate_shift), mask=inside, other=0
+                candidates + (row0 - first_row).to(tl.int64) * candidate_width + (place >> candidate_shift),
+                mask=inside,
+                other=0,
             )
             entry = (block << candidate_shift) + (place & ((1 << candidate_shift) - 1))
         page = tl.load(block_table + request.to(tl.int64) * table_width + (entry >> page_shift), mask=inside, other=0)
@@ -95,18 +100,16 @@ def score_kernel(
         products = tl.dot(keys.to(OPERAND), queries, input_precision="ieee")
         weighted = tl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL) * weight[None, :]
         total = tl.trans(tl.sum(tl.reshape(weighted, (ENTRIES, ROWS, HEADS)), 2))
-        tl.store(scores + local[:, None] * row_entries + place[None, :], total, mask=stored & inside[None, :])
+        if SCALED:
+            total *= tl.load(
+                key_scales + (page << page_shift) + (entry & ((1 << page_shift) - 1)), mask=inside, other=0
+            )[None, :]
+        tl.store(scores + local[:, None] * width + place[None, :], total, mask=stored & inside[None, :])
         seen = tl.where(place[None, :] < length[:, None], total, float("-inf"))
         best = tl.max(tl.reshape(seen, (ROWS, ENTRIES // BLOCK, BLOCK)), 2)
         number = begin // BLOCK + tl.arange(0, ENTRIES // BLOCK)
-        tl.store(maxima + local[:, None] * (row_entries // BLOCK) + number[None, :], best, mask=stored)
+        tl.store(maxima + local[:, None] * (width // BLOCK) + number[None, :], best, mask=stored)
         if WITH_TOPS:
             top = tl.max(tl.reshape(best, (ROWS, ENTRIES // TOP, TOP // BLOCK)), 2)
             number = begin // TOP + tl.arange(0, ENTRIES // TOP)
-            tl.store(tops + local[:, None] * (row_entries // TOP) + number[None, :], top, mask=stored)
-
-
-@triton.jit
-def local_row(row, first_row):
-    """A row's number in the chunk's buffers, wide enough for offsets."""
-    return (row - first_row).to(tl.int64)
+            tl.store(tops + local[:, None] * (width // TOP) + number[None, :], top, mask=stored)

@@ -71,9 +71,7 @@ def topk_kernel(
         tl.debug_barrier()
         slot = tl.arange(0, SLOTS)
         place = tl.load(chosen + slot, mask=slot < topk, other=-1)
-        block = tl.load(
-            candidates + local * candidate_width + (place >> candidate_shift), mask=place >= 0, other=0
-        )
+        block = tl.load(candidates + local * candidate_width + (place >> candidate_shift), mask=place >= 0, other=0)
         entry = (block << candidate_shift) + (place & ((1 << candidate_shift) - 1))
         tl.store(chosen + slot, entry, mask=place >= 0)
 
@@ -130,7 +128,17 @@ def _threshold(order, topk):
 
 @triton.jit
 def pool_kernel(
-    candidates, visible, flags, pool, lengths, first_row, width, shift, row_flags, WIDTH: tl.constexpr, TILE: tl.constexpr
+    candidates,
+    visible,
+    flags,
+    pool,
+    lengths,
+    first_row,
+    width,
+    shift,
+    row_flags,
+    WIDTH: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     """A row's candidate blocks without repetition, ascending, and the number of entries in them that it sees.
 

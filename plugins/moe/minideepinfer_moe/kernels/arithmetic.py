@@ -1,0 +1,92 @@
+"""Number formats and the activation, as functions that kernels call; values live in registers.
+
+Triton's interpreter (3.6 and 3.9) truncates float32 to bfloat16, widens it slowly, and multiplies the bit patterns in a
+bfloat16 `tl.dot`. `widen`, `narrow` and `operand` are casts that are right in both worlds.
+"""
+
+import triton
+import triton.language as tl
+from minideepinfer.operators.declaration import interpreting
+
+INTERPRETED = tl.constexpr(interpreting())
+
+
+@triton.jit
+def widen(x):
+    """bfloat16 or float32 -> float32."""
+    if INTERPRETED and x.dtype == tl.bfloat16:
+        return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def narrow(x, DTYPE: tl.constexpr):
+    """float32 -> DTYPE, to nearest, ties to even."""
+    if INTERPRETED and tl.bfloat16 == DTYPE:
+        bits = x.to(tl.int32, bitcast=True)
+        bits = tl.where(x == x, bits + 0x7FFF + ((bits >> 16) & 1), 0x7FC00000)
+        return (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return x.to(DTYPE)
+
+
+@triton.jit
+def operand(x):
+    """A `tl.dot` operand: as it is, or widened where the interpreter can't multiply its dtype."""
+    if INTERPRETED:
+        return widen(x)
+    return x
+
+
+@triton.jit
+def decode_e8m0(exponents):
+    """E8M0 bytes (spec 2.2) -> float32; 0 is the subnormal 2^-127, 255 is NaN."""
+    exponents = exponents.to(tl.int32)
+    bits = tl.where(exponents == 0, 1 << 22, exponents << 23)
+    return tl.where(exponents == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def decode_e2m1(codes):
+    """E2M1 codes 0..15, int32 -> float32: exponent and mantissa are put in place, 2^126 corrects the bias."""
+    bits = ((codes & 7) << 22) | ((codes & 8) << 28)
+    return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
+
+
+@triton.jit
+def decode_mxfp4(packed, exponents, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Bytes `[ROWS, COLUMNS / 2]` and exponents `[ROWS, COLUMNS / 32]` -> float32 `[ROWS, COLUMNS]`."""
+    packed = packed.to(tl.int32)
+    values = tl.join(decode_e2m1(packed & 15), decode_e2m1(packed >> 4))
+    values = tl.reshape(values, (ROWS, COLUMNS // 32, 32)) * decode_e8m0(exponents)[:, :, None]
+    return tl.reshape(values, (ROWS, COLUMNS))
+
+
+@triton.jit
+def clamped_swiglu(gate, up, limit):
+    """`silu(min(gate, limit)) * clamp(up, -limit, limit)` in float32 (spec 3.10)."""
+    gate = tl.minimum(gate, limit)
+    up = tl.minimum(tl.maximum(up, -limit), limit)
+    return gate / (1.0 + tl.exp(-gate)) * up
+
+
+@triton.jit
+def qdq_fp8(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """QDQ-FP8 (spec 3.11) of float32 `[ROWS, COLUMNS]` in groups of 32 columns; float32, exact in bfloat16.
+
+    E4M3 rounding is done on the bits, so that the interpreter and every GPU agree with `quantization.qdq_fp8`.
+    """
+    groups = tl.reshape(x, (ROWS, COLUMNS // 32, 32))
+    amax = tl.maximum(tl.max(tl.abs(groups), axis=2), 1e-4)
+    # 2^ceil(log2(amax / 448)) from the bits: 448 = 1.75 * 2^8.
+    bits = amax.to(tl.int32, bitcast=True)
+    exponent = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
+    scale = (exponent << 23).to(tl.float32, bitcast=True)
+    inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    scaled = groups * inverse[:, :, None]
+    scaled = tl.minimum(tl.maximum(scaled, -448.0), 448.0)
+    bits = scaled.to(tl.int32, bitcast=True)
+    rounded = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
+    # Below 2^-6 codes are 2^-9 apart: adding 1.5 * 2^14 leaves no finer bit.
+    small = (scaled + 24576.0) - 24576.0
+    rounded = tl.where(tl.abs(scaled) < 0.015625, small, rounded)
+    return tl.reshape(rounded * scale[:, :, None], (ROWS, COLUMNS))

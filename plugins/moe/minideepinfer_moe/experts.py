@@ -4,20 +4,27 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 import triton
 from minideepinfer.operators import PackedExperts
+from minideepinfer.operators.declaration import interpreting
 from torch import Tensor
 
 from minideepinfer_moe.kernels.experts import down_kernel, gate_up_kernel
 from minideepinfer_moe.schedule import Schedule
 
-BLOCK_N, BLOCK_K = 64, 64
 
-
-def tile_rows(max_rows: int, num_experts: int) -> int:
+def tile_rows(max_rows: int, num_experts: int, dtype: torch.dtype) -> int:
     """The tile height that suits about `max_rows / num_experts` rows an expert."""
     rows: int = triton.next_power_of_2(triton.cdiv(max_rows, num_experts))
-    return min(max(rows, 16), 128)
+    return min(max(rows, 16), 128 if dtype is torch.bfloat16 else 32)
+
+
+def _block(dtype: torch.dtype) -> int:
+    """Outputs and columns of a tile. float32 products keep both operands in registers."""
+    if interpreting():
+        return 128  # its time goes by operations, not by elements
+    return 64 if dtype is torch.bfloat16 else 32
 
 
 def pack(experts: PackedExperts) -> PackedExperts:
@@ -48,8 +55,9 @@ def gate_up(
         `[R, I]` in x's dtype; rows that do not exist are not written.
     """
     hidden, inner = x.shape[1], packed.w13.shape[2]
+    block = _block(x.dtype)
     r = x.new_empty(schedule.max_rows, inner)
-    grid = (triton.cdiv(inner, BLOCK_N), schedule.max_tiles)
+    grid = (triton.cdiv(inner, block), schedule.max_tiles)
     gate_up_kernel[grid](
         x,
         packed.w13,
@@ -63,8 +71,8 @@ def gate_up(
         limit,
         QUANTIZE=quantize,
         BLOCK_M=schedule.tile_rows,
-        BLOCK_N=BLOCK_N,
-        BLOCK_K=BLOCK_K,
+        BLOCK_N=block,
+        BLOCK_K=block,
     )
     return r
 
@@ -81,8 +89,9 @@ def down(r: Tensor, packed: PackedExperts, schedule: Schedule) -> Tensor:
         `[R, H]`; rows that do not exist are not written.
     """
     inner, hidden = r.shape[1], packed.w2.shape[1]
+    block = _block(r.dtype)
     y = r.new_empty(schedule.max_rows, hidden)
-    grid = (triton.cdiv(hidden, BLOCK_N), schedule.max_tiles)
+    grid = (triton.cdiv(hidden, block), schedule.max_tiles)
     down_kernel[grid](
         r,
         packed.w2,
@@ -92,7 +101,7 @@ def down(r: Tensor, packed: PackedExperts, schedule: Schedule) -> Tensor:
         hidden // 32,
         inner // 32,
         BLOCK_M=schedule.tile_rows,
-        BLOCK_N=BLOCK_N,
-        BLOCK_K=BLOCK_K,
+        BLOCK_N=block,
+        BLOCK_K=block,
     )
     return y

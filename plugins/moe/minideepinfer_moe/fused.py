@@ -107,7 +107,7 @@ class FusedMoe:
         if not len(x):
             return x.new_empty(x.shape, dtype=dtype)
         with self._clock.stage("experts"):
-            height = tile_rows(topk_ids.numel(), self._problem.num_experts)
+            height = tile_rows(topk_ids.numel(), self._problem.num_experts, x.dtype)
             schedule = make_schedule(topk_ids, topk_weights, experts.expert_start, experts.num_local, height)
             limit = self._problem.swiglu_limit
             r = gate_up(x.contiguous(), experts, schedule, schedule.row_weights, limit, self._quantize)

@@ -113,5 +113,6 @@ def make_schedule(
         SUB=sub,
         EXPERTS=experts,
         TILES=TILE_ENTRIES,
+        num_warps=8,
     )
     return schedule

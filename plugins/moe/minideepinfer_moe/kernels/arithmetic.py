@@ -1,7 +1,8 @@
 """Number formats and the activation, as functions that kernels call; values live in registers.
 
-Triton's interpreter (3.6 and 3.9) truncates float32 to bfloat16, widens it slowly, and multiplies the bit patterns in a
-bfloat16 `tl.dot`. `widen`, `narrow` and `operand` are casts that are right in both worlds.
+Triton's interpreter (3.6 and 3.9) truncates float32 to bfloat16, widens it slowly, and multiplies bit patterns in a
+bfloat16 `tl.dot`: `widen`, `narrow` and `rounded` are casts that are right in both worlds, and what is interpreted
+multiplies in float32. Every call of a function costs the interpreter milliseconds, so there are few.
 """
 
 import triton
@@ -30,34 +31,27 @@ def narrow(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def operand(x):
-    """A `tl.dot` operand: as it is, or widened where the interpreter can't multiply its dtype."""
-    if INTERPRETED:
-        return widen(x)
-    return x
-
-
-@triton.jit
-def decode_e8m0(exponents):
-    """E8M0 bytes (spec 2.2) -> float32; 0 is the subnormal 2^-127, 255 is NaN."""
-    exponents = exponents.to(tl.int32)
-    bits = tl.where(exponents == 0, 1 << 22, exponents << 23)
-    return tl.where(exponents == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def decode_e2m1(codes):
-    """E2M1 codes 0..15, int32 -> float32: exponent and mantissa are put in place, 2^126 corrects the bias."""
-    bits = ((codes & 7) << 22) | ((codes & 8) << 28)
-    return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37
+def rounded(x, DTYPE: tl.constexpr):
+    """float32 -> the nearest number of DTYPE, in float32."""
+    if INTERPRETED and tl.bfloat16 == DTYPE:
+        bits = x.to(tl.int32, bitcast=True)
+        bits = tl.where(x == x, bits + 0x7FFF + ((bits >> 16) & 1), 0x7FC00000)
+        return (bits & -0x10000).to(tl.float32, bitcast=True)
+    return x.to(DTYPE).to(tl.float32)
 
 
 @triton.jit
 def decode_mxfp4(packed, exponents, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Bytes `[ROWS, COLUMNS / 2]` and exponents `[ROWS, COLUMNS / 32]` -> float32 `[ROWS, COLUMNS]`."""
-    packed = packed.to(tl.int32)
-    values = tl.join(decode_e2m1(packed & 15), decode_e2m1(packed >> 4))
-    values = tl.reshape(values, (ROWS, COLUMNS // 32, 32)) * decode_e8m0(exponents)[:, :, None]
+    """Bytes `[ROWS, COLUMNS / 2]` and E8M0 exponents `[ROWS, COLUMNS / 32]` (spec 2.2) -> float32 `[ROWS, COLUMNS]`.
+
+    Exponent and mantissa of E2M1 are shifted into place and 2^126 corrects the bias; of E8M0, 0 is the subnormal 2^-127
+    and 255 is NaN.
+    """
+    packed, exponents = packed.to(tl.int32), exponents.to(tl.int32)
+    codes = tl.join(packed & 15, packed >> 4)
+    values = (((codes & 7) << 22) | ((codes & 8) << 28)).to(tl.float32, bitcast=True) * 8.507059173023462e37
+    bits = tl.where(exponents == 0, 1 << 22, tl.where(exponents == 255, 0x7FC00000, exponents << 23))
+    values = tl.reshape(values, (ROWS, COLUMNS // 32, 32)) * bits.to(tl.float32, bitcast=True)[:, :, None]
     return tl.reshape(values, (ROWS, COLUMNS))
 
 

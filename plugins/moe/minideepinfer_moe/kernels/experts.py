@@ -8,7 +8,15 @@ IEEE float32; sums stay in registers. Programs behind the last tile return at on
 import triton
 import triton.language as tl
 
-from minideepinfer_moe.kernels.arithmetic import clamped_swiglu, decode_mxfp4, narrow, operand, qdq_fp8, widen
+from minideepinfer_moe.kernels.arithmetic import (
+    INTERPRETED,
+    clamped_swiglu,
+    decode_mxfp4,
+    narrow,
+    qdq_fp8,
+    rounded,
+    widen,
+)
 
 
 @triton.jit
@@ -25,7 +33,8 @@ def _weights(packed_ptr, scale_ptr, outputs, inside, k, groups, DTYPE: tl.conste
         mask=inside[:, None] & (scales < groups)[None, :],
         other=127,
     )
-    return operand(narrow(decode_mxfp4(packed, exponents, N, K), DTYPE))
+    weights = decode_mxfp4(packed, exponents, N, K)
+    return weights if INTERPRETED else weights.to(DTYPE)
 
 
 @triton.jit(do_not_specialize=["hidden_groups", "inner_groups"])
@@ -52,14 +61,16 @@ def gate_up_kernel(
         for k in range(0, hidden, BLOCK_K):
             columns = k + tl.arange(0, BLOCK_K)
             x = tl.load(x_rows + columns[None, :], mask=real[:, None] & (columns < hidden)[None, :], other=0.0)
+            if INTERPRETED:
+                x = widen(x)
             w1 = _weights(w1_ptr, s1_ptr, outputs, inside, k, hidden_groups, dtype, BLOCK_N, BLOCK_K)
-            gate = tl.dot(operand(x), w1.T, gate, input_precision="ieee")
+            gate = tl.dot(x, w1.T, gate, input_precision="ieee")
             w3 = _weights(w3_ptr, s3_ptr, outputs, inside, k, hidden_groups, dtype, BLOCK_N, BLOCK_K)
-            up = tl.dot(operand(x), w3.T, up, input_precision="ieee")
+            up = tl.dot(x, w3.T, up, input_precision="ieee")
         weight = tl.load(weights_ptr + first + rows, mask=real, other=0.0)
-        r = clamped_swiglu(widen(narrow(gate, dtype)), widen(narrow(up, dtype)), limit) * weight[:, None]
+        r = clamped_swiglu(rounded(gate, dtype), rounded(up, dtype), limit) * weight[:, None]
         if QUANTIZE:
-            r = qdq_fp8(widen(narrow(r, dtype)), BLOCK_M, BLOCK_N)
+            r = qdq_fp8(rounded(r, dtype), BLOCK_M, BLOCK_N)
         place = r_ptr + (first + rows).to(tl.int64)[:, None] * inner + outputs[None, :]
         tl.store(place, narrow(r, dtype), mask=real[:, None] & inside[None, :])
 
@@ -88,7 +99,9 @@ def down_kernel(
             columns = k + tl.arange(0, BLOCK_K)
             mask = real[:, None] & (columns < inner)[None, :]
             r = tl.load(r_ptr + numbers * inner + columns[None, :], mask=mask, other=0.0)
+            if INTERPRETED:
+                r = widen(r)
             w2 = _weights(w2_ptr, scale_ptr, outputs, inside, k, inner_groups, dtype, BLOCK_N, BLOCK_K)
-            y = tl.dot(operand(r), w2.T, y, input_precision="ieee")
+            y = tl.dot(r, w2.T, y, input_precision="ieee")
         place = y_ptr + numbers * hidden + outputs[None, :]
         tl.store(place, narrow(y, dtype), mask=real[:, None] & inside[None, :])

@@ -7,7 +7,7 @@ in the batch.
 import triton
 import triton.language as tl
 
-from minideepinfer_moe.kernels.arithmetic import clamped_swiglu, narrow, qdq_fp8, widen
+from minideepinfer_moe.kernels.arithmetic import clamped_swiglu, narrow, qdq_fp8, rounded, widen
 
 
 @triton.jit(do_not_specialize=["topk", "hidden_groups"])
@@ -40,10 +40,10 @@ def swiglu_kernel(h_ptr, r_ptr, inner_groups, limit, QUANTIZE: tl.constexpr, BLO
     dtype: tl.constexpr = r_ptr.dtype.element_ty
     gate = tl.load(h_ptr + token * 2 * inner + columns, mask=inside, other=0.0)
     up = tl.load(h_ptr + token * 2 * inner + inner + columns, mask=inside, other=0.0)
-    r = narrow(clamped_swiglu(widen(gate), widen(up), limit), dtype)
+    r = clamped_swiglu(widen(gate), widen(up), limit)
     if QUANTIZE:
-        r = narrow(qdq_fp8(widen(r), 1, BLOCK), dtype)
-    tl.store(r_ptr + token * inner + columns, r, mask=inside)
+        r = qdq_fp8(rounded(r, dtype), 1, BLOCK)
+    tl.store(r_ptr + token * inner + columns, narrow(r, dtype), mask=inside)
 
 
 @triton.jit(do_not_specialize=["size"])

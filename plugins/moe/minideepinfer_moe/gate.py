@@ -8,9 +8,6 @@ from torch import Tensor
 
 from minideepinfer_moe.kernels.gate import select_experts
 
-TILE = 2048
-"""Scores that a program holds in registers."""
-
 
 def gate_logits(x: Tensor, gate: Tensor) -> Tensor:
     """`x @ gate.T` in float32 on the stored weight.
@@ -46,9 +43,16 @@ def select(logits: Tensor, bias: Tensor, topk: int, scaling: float) -> tuple[Ten
     ids = torch.empty(tokens, topk, dtype=torch.int32, device=logits.device)
     weights = torch.empty(tokens, topk, dtype=torch.float32, device=logits.device)
     if tokens:
-        columns = triton.next_power_of_2(max(experts, 16))
-        rows = max(TILE // columns, 1)
-        select_experts[(triton.cdiv(tokens, rows),)](
-            logits, bias, ids, weights, tokens, experts, topk, scaling, ROWS=rows, EXPERTS=columns
+        select_experts[(tokens,)](
+            logits,
+            bias,
+            ids,
+            weights,
+            experts,
+            topk,
+            scaling,
+            EXPERTS=triton.next_power_of_2(max(experts, 16)),
+            SLOTS=triton.next_power_of_2(topk),
+            num_warps=1,
         )
     return ids, weights

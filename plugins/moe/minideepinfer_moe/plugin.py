@@ -13,8 +13,8 @@ def _fused_refuses(problem: MoeProblem) -> list[str]:
         for name, size in (("hidden_size", problem.hidden_size), ("intermediate_size", problem.intermediate_size))
         if size % 32
     ]
-    if problem.num_local_experts > 2047:
-        found.append(f"has {problem.num_local_experts} local experts, needs at most 2047")
+    if problem.num_local_experts > 1023:
+        found.append(f"has {problem.num_local_experts} local experts, needs at most 1023")
     return found
 
 

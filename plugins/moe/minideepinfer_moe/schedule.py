@@ -10,11 +10,11 @@ from torch import Tensor
 
 from minideepinfer_moe.kernels.schedule import count_slots, sort_slots
 
-BLOCK, ONE_BLOCK_SLOTS, TILE_ENTRIES = 512, 1024, 64
-ONE_HOT = 8192
-"""Elements of the one-hot matrix that a program holds in registers."""
-MAX_EXPERTS = 2047
-"""Local experts for which four slots still fit into it."""
+SMALL_SLOTS = 2048
+"""Up to this many, every program counts all slots for itself."""
+TILE_ENTRIES = 64
+"""Entries of the tile list that a program writes."""
+MAX_EXPERTS = 1023
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,8 +29,9 @@ class Schedule:
         row_weights: float32 `[R]`, its routing weight.
         expert_offsets: int32 `[E + 1]`, first row of each expert; the last is the number of rows.
         slot_rows: int32 `[T, k]`, the sorted row of each slot, -1 if its expert is not local.
-        tiles: int32 `[max_tiles, 3]`, expert, first row and number of rows (1 to `tile_rows`) of each tile; all zero
-            behind the last one. Tiles never cross experts and come in row order.
+        tiles: int32 `[max_tiles, 3]`, expert, first row and number of rows of each tile; no rows behind the last one.
+            Tiles never cross experts and come in row order. An expert's tiles are as few as `tile_rows` allows, and of
+            one height, a multiple of 8, but for the last one, which has what remains.
         tile_rows: most rows in a tile.
     """
 
@@ -67,14 +68,13 @@ def make_schedule(
         topk_weights: float32 `[T, k]`; read only where the expert is local.
         expert_start: global id of local expert 0.
         num_experts: E.
-        tile_rows: most rows of a tile.
+        tile_rows: most rows of a tile, a multiple of 8.
     """
     slots, topk = topk_ids.numel(), topk_ids.shape[1]
     experts = triton.next_power_of_2(max(num_experts + 1, 16))
     max_tiles = slots // tile_rows + min(slots, num_experts)
-    one_block = slots <= ONE_BLOCK_SLOTS
-    block = ONE_BLOCK_SLOTS if one_block else BLOCK
-    sub = min(ONE_HOT // experts, BLOCK // 4)
+    small = slots <= SMALL_SLOTS
+    block, part = (128, 128) if small else (512, 64)
     num_blocks = triton.cdiv(slots, block)
 
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -88,10 +88,10 @@ def make_schedule(
         empty(max_tiles, 3),
         tile_rows,
     )
-    counts = empty(0 if one_block else num_blocks, experts)
+    counts = empty(0 if small else num_blocks, experts)
     ids = topk_ids.contiguous()
-    if not one_block:
-        count_slots[(num_blocks,)](ids, counts, slots, expert_start, num_experts, block, sub, experts)
+    if not small:
+        count_slots[(num_blocks,)](ids, counts, slots, expert_start, num_experts, block, experts)
     sort_slots[(num_blocks + triton.cdiv(max_tiles, TILE_ENTRIES),)](
         ids,
         topk_weights.contiguous(),
@@ -108,9 +108,9 @@ def make_schedule(
         num_blocks,
         max_tiles,
         tile_rows,
-        ONE_BLOCK=one_block,
+        SMALL=max(triton.next_power_of_2(slots), 128) if small else 0,
         BLOCK=block,
-        SUB=sub,
+        PART=part,
         EXPERTS=experts,
         TILES=TILE_ENTRIES,
         num_warps=8,

@@ -50,7 +50,7 @@ def decode_mxfp4(packed, exponents, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     packed, exponents = packed.to(tl.int32), exponents.to(tl.int32)
     codes = tl.join(packed & 15, packed >> 4)
     values = (((codes & 7) << 22) | ((codes & 8) << 28)).to(tl.float32, bitcast=True) * 8.507059173023462e37
-    bits = tl.where(exponents == 0, 1 << 22, tl.where(exponents == 255, 0x7FC00000, exponents << 23))
+    bits = tl.maximum(exponents << 23, 1 << 22) | (((exponents + 1) << 14) & (1 << 22))
     values = tl.reshape(values, (ROWS, COLUMNS // 32, 32)) * bits.to(tl.float32, bitcast=True)[:, :, None]
     return tl.reshape(values, (ROWS, COLUMNS))
 

@@ -1,8 +1,8 @@
 """Selection of experts behind the gate's logits.
 
-One program owns ROWS tokens and holds their scores, `[ROWS, EXPERTS]`, in registers: k rounds of maximum with the lower
-id first, then a prefix sum over the chosen ids gives each its place in the ascending row, so nothing is sorted. Logits
-are read once, ids and weights written once.
+One program, one warp, owns a token and holds its scores + bias in registers as ordered integers, whose maximum over a
+warp is one instruction: k rounds of maximum and lowest id that has it. The chosen logits are read again (L1), and each
+id's place in the ascending row is the number of smaller ones. Memory sees logits, ids and weights once.
 """
 
 import triton
@@ -21,28 +21,35 @@ def _log1p(z):
     return 2.0 * (ratio + ratio * s * series)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_experts", "topk"])
+@triton.jit
+def _scores(logits):
+    """`sqrt(softplus(logit))`."""
+    return tl.sqrt(tl.maximum(logits, 0.0) + _log1p(tl.exp(-tl.abs(logits))))
+
+
+@triton.jit(do_not_specialize=["num_experts", "topk"])
 def select_experts(
-    logits_ptr, bias_ptr, ids_ptr, weights_ptr, num_tokens, num_experts, topk, scaling,
-    ROWS: tl.constexpr, EXPERTS: tl.constexpr,
+    logits_ptr, bias_ptr, ids_ptr, weights_ptr, num_experts, topk, scaling,
+    EXPERTS: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """`score = sqrt(softplus(logit))`; the k largest score + bias; weights `score / (sum + 1e-20) * scaling`."""
-    rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
-    experts = tl.arange(0, EXPERTS)[None, :]
+    """The k largest score + bias of one token; weights `score / (sum + 1e-20) * scaling`."""
+    token = tl.program_id(0).to(tl.int64)
+    experts = tl.arange(0, EXPERTS)
     real = experts < num_experts
-    inside = (rows < num_tokens) & real
-    logits = tl.load(logits_ptr + rows.to(tl.int64) * num_experts + experts, mask=inside, other=0.0)
-    scores = tl.sqrt(tl.maximum(logits, 0.0) + _log1p(tl.exp(-tl.abs(logits))))
-    ranked = scores + tl.load(bias_ptr + experts, mask=real, other=0.0)
-    # Even a NaN of a padding row leaves k different legal ids.
-    ranked = tl.where(real, tl.where(ranked > -3.0e38, ranked, -3.0e38), -float("inf"))
-    chosen = tl.zeros((ROWS, EXPERTS), tl.int32)
-    for _ in range(topk):
-        best = tl.argmax(ranked, axis=1, tie_break_left=True, keep_dims=True)
-        chosen += (experts == best).to(tl.int32)
-        ranked = tl.where(experts == best, -float("inf"), ranked)
-    total = tl.sum(tl.where(chosen > 0, scores, 0.0), axis=1, keep_dims=True)
-    places = rows * topk + tl.cumsum(chosen, axis=1) - 1
-    stored = inside & (chosen > 0)
-    tl.store(ids_ptr + places, experts + tl.zeros_like(chosen), mask=stored)
-    tl.store(weights_ptr + places, scores / (total + 1e-20) * scaling, mask=stored)
+    logits_ptr += token * num_experts
+    ranked = _scores(tl.load(logits_ptr + experts, mask=real, other=0.0))
+    ranked += tl.load(bias_ptr + experts, mask=real, other=0.0)
+    # Integers in the order of the numbers; even a NaN of a padding row leaves k different legal ids.
+    bits = tl.where(ranked > -3.0e38, ranked, -3.0e38).to(tl.int32, bitcast=True)
+    keys = tl.where(real, bits ^ ((bits >> 31) & 0x7FFFFFFF), -0x80000000)
+    slots = tl.arange(0, SLOTS)
+    ids = tl.zeros((SLOTS,), tl.int32) + num_experts
+    for slot in range(topk):
+        best = tl.min(tl.where(keys == tl.max(keys, axis=0), experts, EXPERTS), axis=0)
+        ids = tl.where(slots == slot, best, ids)
+        keys = tl.where(experts == best, -0x80000000, keys)
+    chosen = slots < topk
+    scores = tl.where(chosen, _scores(tl.load(logits_ptr + ids, mask=chosen, other=0.0)), 0.0)
+    places = token * topk + tl.sum((ids[None, :] < ids[:, None]).to(tl.int32), axis=1)
+    tl.store(ids_ptr + places, ids, mask=chosen)
+    tl.store(weights_ptr + places, scores / (tl.sum(scores, axis=0) + 1e-20) * scaling, mask=chosen)

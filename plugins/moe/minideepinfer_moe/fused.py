@@ -1,0 +1,119 @@
+"""`fused`: routed rows sorted on the device, grouped products on packed experts, one combine (spec 3.10)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from minideepinfer.operators import Batch, BuildContext, CommOperator, MoeWeights, PackedExperts, StageClock
+from minideepinfer.operators.declaration import interpreting
+from minideepinfer.operators.problem import MoeProblem
+from torch import Tensor
+
+from minideepinfer_moe.experts import down, gate_up, pack, tile_rows
+from minideepinfer_moe.gate import gate_logits, select
+from minideepinfer_moe.rows import combine, quantize, shared_expert
+from minideepinfer_moe.schedule import make_schedule
+
+
+@dataclass(frozen=True, eq=False)
+class FusedWeights:
+    """One layer, as `run` wants it.
+
+    Attributes:
+        gate: `[num_experts, H]` in the compute dtype.
+        gate_bias: float32 `[num_experts]`.
+        experts: packed routed experts.
+        shared_w13: `[2 I, H]` compute dtype, or None.
+        shared_w2: `[H, I]` compute dtype, or None.
+    """
+
+    gate: Tensor
+    gate_bias: Tensor
+    experts: PackedExperts
+    shared_w13: Tensor | None
+    shared_w2: Tensor | None
+
+
+class FusedMoe:
+    """See `MoeOperator`. `run` speaks to the device only through launches; sizes follow from T * k."""
+
+    form = "triton, interpreted" if interpreting() else "triton"
+
+    def __init__(self, problem: MoeProblem, clock: StageClock) -> None:
+        self._problem = problem
+        self._clock = clock
+        self._quantize = problem.activation_quantization == "released"
+
+    def transform_weights(self, weights: MoeWeights) -> FusedWeights:
+        """Stack the shared expert's first two matrices; everything else stays as it is."""
+        shared = weights.shared
+        return FusedWeights(
+            weights.gate.float() if self._problem.dtype == "float32" else weights.gate,
+            weights.gate_bias,
+            pack(weights.experts),
+            None if shared is None else torch.cat((shared.w1, shared.w3)),
+            None if shared is None else shared.w2,
+        )
+
+    def prepare(self, batches: tuple[Batch, ...]) -> None:
+        """Nothing to prepare: the schedule is made on the device."""
+
+    def route(self, x: Tensor, weights: FusedWeights) -> tuple[Tensor, Tensor]:
+        """See `MoeOperator.route`."""
+        logits = gate_logits(x, weights.gate)
+        return select(logits, weights.gate_bias, self._problem.topk, self._problem.routed_scaling)
+
+    def run(
+        self,
+        x: Tensor,
+        weights: FusedWeights,
+        comm: CommOperator,
+        metadata: None,
+        routing: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """See `MoeOperator.run`. In a world of one rank the shared expert joins the combine's sum."""
+        if routing is None:
+            with self._clock.stage("gate"):
+                routing = self.route(x, weights)
+        if self._quantize:
+            x = quantize(x.contiguous())
+        shared = self._shared(x, weights)
+        if comm.world_size == 1:
+            return self._local_experts(x, *routing, weights.experts, shared, x.dtype)
+        tokens = comm.dispatch(x, *routing)
+        partial = self._local_experts(
+            tokens.x, tokens.topk_ids, tokens.topk_weights, weights.experts, None, torch.float32
+        )
+        total = comm.combine(partial, tokens.handle)
+        return (total if shared is None else total + shared).to(x.dtype)
+
+    def _shared(self, x: Tensor, weights: FusedWeights) -> Tensor | None:
+        if weights.shared_w13 is None or weights.shared_w2 is None or not len(x):
+            return None
+        with self._clock.stage("experts"):
+            return shared_expert(x, weights.shared_w13, weights.shared_w2, self._problem.swiglu_limit, self._quantize)
+
+    def _local_experts(
+        self,
+        x: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        experts: PackedExperts,
+        shared: Tensor | None,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """For each token the sum over the experts held here, and the shared one's output if given, `[T', H]`."""
+        if not len(x):
+            return x.new_empty(x.shape, dtype=dtype)
+        with self._clock.stage("experts"):
+            height = tile_rows(topk_ids.numel(), self._problem.num_experts, x.dtype)
+            schedule = make_schedule(topk_ids, topk_weights, experts.expert_start, experts.num_local, height)
+            limit = self._problem.swiglu_limit
+            r = gate_up(x.contiguous(), experts, schedule, schedule.row_weights, limit, self._quantize)
+            return combine(down(r, experts, schedule), schedule, shared, dtype)
+
+
+def build(context: BuildContext) -> FusedMoe:
+    """Build `fused`."""
+    return FusedMoe(context.problem, context.clock)

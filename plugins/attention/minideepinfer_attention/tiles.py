@@ -34,6 +34,11 @@ def head_tile(num_heads: int, head_dim: int, dtype: torch.dtype) -> dict[str, An
     return {"BLOCK_H": block_h, "BLOCK_D": block_d, "BLOCK_K": 64, "num_warps": warps, "num_stages": 2}
 
 
+def num_programs(device: torch.device) -> int:
+    """Programs that fill a device."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
 @triton.jit
 def rounded(x, dtype: tl.constexpr):
     """float32 to a dtype, to nearest even; the interpreter would cut bits off."""

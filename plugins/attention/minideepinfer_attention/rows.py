@@ -1,0 +1,180 @@
+"""Where keys lie: windows copied into one buffer in logical order, and selected entries as rows of the pool.
+
+The buffer holds, request after request, the last `window - 1` entries of its ring and then its new entries, so that
+the window of any token is `window` consecutive rows. What no token may read is zero there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from minideepinfer.operators import Batch, Selection
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class WindowLayout:
+    """Where the windows of a batch lie in the buffer, N rows; the same for all layers.
+
+    Attributes:
+        new_rows: int32 `[N]`, the row of this step's entries that comes here; -1 = none.
+        ring_rows: int32 `[N]`, the ring that an older entry comes from; -1 = none.
+        positions: int64 `[N]`, the entry's position.
+        first: int32 `[T]`, first row of a token's window.
+        hidden: int32 `[T]`, how many of its first rows the token does not see; all of them in padding.
+        rows: int32 `[T, window]`, the rows of each token's window, -1 where it sees none.
+    """
+
+    new_rows: Tensor
+    ring_rows: Tensor
+    positions: Tensor
+    first: Tensor
+    hidden: Tensor
+    rows: Tensor
+
+
+def window_layout(batch: Batch, window: int) -> WindowLayout:
+    """Lay out the windows of a batch."""
+    device, num_tokens, num_requests = batch.positions.device, batch.num_tokens, batch.num_requests
+    context = torch.tensor(batch.context_lens, dtype=torch.int64, device=device)
+    oldest = batch.window_start.clamp(min=0)
+    tail = window - 1
+    lengths = batch.cu_seqlens.long().diff() + tail
+    size = num_tokens + num_requests * tail
+    request = torch.repeat_interleave(lengths, output_size=size) if num_requests else lengths.new_empty(0)
+    position = torch.arange(size, device=device) - batch.cu_seqlens.long()[request] - (request + 1) * tail
+    new = position >= 0  # so far counted from the first new entry
+    new_rows = (batch.cu_seqlens.long()[request] + position).clamp(0, max(num_tokens - 1, 0))
+    position = position + context[request]
+    real = position >= oldest[request]
+    if num_tokens:
+        real &= ~new | (batch.positions[new_rows] >= oldest[request])
+
+    first = torch.arange(num_tokens, device=device) + batch.request_ids * tail
+    hidden = (oldest[batch.request_ids] - batch.positions + tail).clamp(0, window)
+    hidden = hidden.where(batch.positions >= 0, window)
+    slots = torch.arange(window, device=device)
+    rows = torch.where(slots >= hidden[:, None], first[:, None] + slots, -1)
+    return WindowLayout(
+        new_rows=new_rows.where(real & new, -1).int(),
+        ring_rows=batch.ring_table[request].where(real & ~new, -1).int(),
+        positions=position,
+        first=first.int(),
+        hidden=hidden.int(),
+        rows=rows.int(),
+    )
+
+
+@triton.jit(do_not_specialize=["num_rows", "ring_size"])
+def _window_kernel(
+    out_ptr, new_ptr, ring_ptr, new_rows, ring_rows, positions, num_rows, ring_size, DIM: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Copy `BLOCK` chunks of 8 channels; rows that are neither new nor in a ring become zero."""
+    chunk = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    row, channel = chunk // (DIM // 8), chunk % (DIM // 8) * 8
+    inside = row < num_rows
+    new = tl.load(new_rows + row, mask=inside, other=-1)
+    ring = tl.load(ring_rows + row, mask=inside, other=-1)
+    slot = ring.to(tl.int64) * ring_size + tl.load(positions + row, mask=inside, other=0) % ring_size
+    lane = (channel[:, None] + tl.arange(0, 8)[None, :])
+    from_new = tl.load(new_ptr + new.to(tl.int64)[:, None] * DIM + lane, mask=(new >= 0)[:, None], other=0.0)
+    from_ring = tl.load(ring_ptr + slot[:, None] * DIM + lane, mask=(ring >= 0)[:, None], other=0.0)
+    value = tl.where((new >= 0)[:, None], from_new, from_ring.to(out_ptr.dtype.element_ty))
+    tl.store(out_ptr + row[:, None] * DIM + lane, value, mask=inside[:, None])
+
+
+def window_buffer(new: Tensor, ring: Tensor, layout: WindowLayout) -> Tensor:
+    """The buffer of a layer: `[N, D]` in the dtype of the new entries.
+
+    Args:
+        new: `[T, D]`, this step's entries; D a multiple of 8.
+        ring: `[num_rings, ring_size, D]`, as before the step.
+        layout: of the batch.
+    """
+    size, dim = layout.positions.shape[0], new.shape[1]
+    buffer = new.new_empty(size, dim)
+    if size:
+        block = 1024
+        _window_kernel[(triton.cdiv(size * dim // 8, block),)](
+            buffer,
+            new,
+            ring,
+            layout.new_rows,
+            layout.ring_rows,
+            layout.positions,
+            size,
+            ring.shape[1],
+            DIM=dim,
+            BLOCK=block,
+        )
+    return buffer
+
+
+@triton.jit(do_not_specialize=["num_slots", "ratio", "max_pages", "per_page", "topk", "width"])
+def _pool_rows_kernel(
+    out_ptr,
+    index_ptr,
+    lens_ptr,
+    positions,
+    request_ids,
+    block_table,
+    num_slots,
+    ratio,
+    max_pages,
+    per_page,
+    topk,
+    width,
+    BLOCK: tl.constexpr,
+):
+    """Turn `BLOCK` slots of the selection, token after token, into rows of the pool."""
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    token, slot = place // width, place % width
+    inside = place < num_slots
+    stop = topk
+    if lens_ptr is not None:
+        stop = tl.load(lens_ptr + token, mask=inside, other=0)
+    entry = tl.load(index_ptr + token * topk + slot, mask=inside & (slot < stop) & (slot < topk), other=-1)
+    visible = (tl.load(positions + token, mask=inside, other=-1) + 1) // ratio
+    valid = (entry >= 0) & (entry < visible)
+    request = tl.load(request_ids + token, mask=valid, other=0)
+    page = tl.load(block_table + request * max_pages + entry // per_page, mask=valid, other=0)
+    tl.store(out_ptr + place, tl.where(valid, page * per_page + entry % per_page, -1), mask=inside)
+
+
+def pool_rows(selection: Selection, batch: Batch, ratio: int, per_page: int, multiple: int = 1) -> Tensor:
+    """Rows of the pool that a selection names.
+
+    Args:
+        selection: entries of each token's own request.
+        batch: whose tokens they are.
+        ratio: tokens per entry.
+        per_page: entries per page.
+        multiple: of which K' shall be one.
+
+    Returns:
+        int32 `[T, K']`, K' >= K; -1 = no entry.
+    """
+    num_tokens, topk = selection.indices.shape
+    width = triton.cdiv(topk, multiple) * multiple
+    rows = torch.empty(num_tokens, width, dtype=torch.int32, device=selection.indices.device)
+    if rows.numel():
+        block = 1024
+        _pool_rows_kernel[(triton.cdiv(rows.numel(), block),)](
+            rows,
+            selection.indices.contiguous(),
+            selection.lens,
+            batch.positions,
+            batch.request_ids,
+            batch.block_table.contiguous(),
+            rows.numel(),
+            ratio,
+            batch.block_table.shape[1],
+            per_page,
+            topk,
+            width,
+            BLOCK=block,
+        )
+    return rows

@@ -94,6 +94,70 @@ def _produce(q, window, window_rows, pool, pool_rows, T, num_selected, num_pairs
 
 
 @gluon.jit
+def _share(T, contiguous: gl.constexpr):
+    """The queries of this program: every n-th, or a run of neighbours."""
+    program, count = gl.program_id(0), gl.num_programs(0)
+    if contiguous:
+        first = (program.to(gl.int64) * T // count).to(gl.int32)
+        end = ((program + 1).to(gl.int64) * T // count).to(gl.int32)
+        step = 1
+    else:
+        first = program
+        end = T
+        step = count
+    return first, end, step
+
+
+@gluon.jit
+def _copy_changed(window, plan_smem, changed, slot: gl.constexpr, half: gl.constexpr, smem, full, layout: gl.constexpr):
+    columns = half * HALF + gl.arange(0, HALF, gl.SliceLayout(0, layout))
+    for group in gl.static_range(4):
+        if (changed >> (slot * 4 + group)) & 1 != 0:
+            row = plan_smem.slice(slot * BLOCK + group * 16, 16).load(gl.SliceLayout(1, layout))
+            pointers = window + (row.to(gl.int64)[:, None] * (2 * HALF) + columns[None, :])
+            mask = (row >= 0)[:, None] & (columns >= 0)[None, :]
+            async_copy.async_copy_global_to_shared(smem.slice(group * 16, 16), pointers, mask=mask)
+    async_copy.mbarrier_arrive(full, increment_count=False)
+
+
+@gluon.jit
+def _load_ring(window_rows, positions, t, end, layout: gl.constexpr):
+    slot = gl.arange(0, 128, layout)
+    inside = t < end
+    position = gl.load(positions + gl.where(inside, t, 0)).to(gl.int32)
+    entry = (slot - position - 1) & 127
+    return gl.load(window_rows + t.to(gl.int64) * 128 + entry, mask=(slot >= 0) & inside, other=-1)
+
+
+@gluon.jit
+def _produce_ring(q, window, window_rows, positions, T, q_smem, kv_smem, row_smem, plan_smem, full, empty, q_full, q_empty):
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    flat: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    first, end, step = _share(T, True)
+    before = gl.full([128], -2, gl.int32, flat)
+    row = _load_ring(window_rows, positions, first, end, flat)
+    group = gl.arange(0, 128, flat) // 16
+    phase = 1
+    for t in range(first, end):
+        changed = gl.reduce_or(gl.where(row != before, 1 << group, 0), 0)
+        before = row
+        row = _load_ring(window_rows, positions, t + 1, end, flat)
+        plan_smem.store(before)
+        mbarrier.wait(q_empty, phase)
+        q_row = t * HEADS + gl.arange(0, HEADS, gl.SliceLayout(1, layout))
+        _copy_half(q, q_row, q_smem.index(0), 0, q_full, layout)
+        _copy_half(q, q_row, q_smem.index(1), 1, q_full, layout)
+        for slot in gl.static_range(2):
+            mbarrier.wait(empty.index(2 * slot), phase)
+            _copy_changed(window, plan_smem, changed, slot, 0, kv_smem.index(2 * slot), full.index(2 * slot), layout)
+            mbarrier.wait(empty.index(2 * slot + 1), phase)
+            row_smem.index(slot).store(plan_smem.slice(slot * BLOCK, BLOCK).load(flat))
+            mbarrier.arrive(full.index(2 * slot + 1))
+            _copy_changed(window, plan_smem, changed, slot, 1, kv_smem.index(2 * slot + 1), full.index(2 * slot + 1), layout)
+        phase ^= 1
+
+
+@gluon.jit
 def _own(o, m, l, wg: gl.constexpr, phase, scale, last, q_smem, kv_smem, row_smem, p_smem, stat_smem, full, empty, ready, q_empty):
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
@@ -148,14 +212,15 @@ def _other(o, m, l, wg: gl.constexpr, phase, kv_smem, p_smem, stat_smem, empty, 
 
 
 @gluon.jit
-def _consume(wg: gl.constexpr, scale, sink, cos, sin, out, T, num_pairs, q_smem, kv_smem, row_smem, p_smem, stat_smem, full, empty, ready, q_full, q_empty):
+def _consume(wg: gl.constexpr, contiguous: gl.constexpr, scale, sink, cos, sin, out, T, num_pairs, q_smem, kv_smem, row_smem, p_smem, stat_smem, full, empty, ready, q_full, q_empty):
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
     o_row: gl.constexpr = gl.SliceLayout(1, o_layout)
     s_row: gl.constexpr = gl.SliceLayout(1, s_layout)
     phase = 0
     q_phase = 0
-    for t in range(gl.program_id(0), T, gl.num_programs(0)):
+    first, end, step = _share(T, contiguous)
+    for t in range(first, end, step):
         o = gl.zeros([HEADS, HALF], gl.float32, o_layout)
         m = gl.full([HEADS], NO_MAXIMUM, gl.float32, s_row)
         l = gl.zeros([HEADS], gl.float32, s_row)
@@ -217,12 +282,49 @@ def sparse_prefill_kernel(q, window, window_rows, pool, pool_rows, sink, cos, si
         mbarrier.init(ready.index(i), count=1)
     mbarrier.init(q_full, count=256)
     mbarrier.init(q_empty, count=2)
+    contiguous: gl.constexpr = False
     num_pairs = 1 + (num_selected + 127) // 128
     gl.warp_specialize(
         [
-            (_consume, (gl.constexpr(0), scale, sink, cos, sin, out, T, num_pairs, q_smem, kv_smem, row_smem, p_smem, stat_smem, full, empty, ready, q_full, q_empty)),
-            (_consume, (gl.constexpr(1), scale, sink, cos, sin, out, T, num_pairs, q_smem, kv_smem, row_smem, p_smem, stat_smem, full, empty, ready, q_full, q_empty)),
+            (_consume, (gl.constexpr(0), contiguous, scale, sink, cos, sin, out, T, num_pairs, q_smem, kv_smem, row_smem, p_smem, stat_smem, full, empty, ready, q_full, q_empty)),
+            (_consume, (gl.constexpr(1), contiguous, scale, sink, cos, sin, out, T, num_pairs, q_smem, kv_smem, row_smem, p_smem, stat_smem, full, empty, ready, q_full, q_empty)),
             (_produce, (q, window, window_rows, pool, pool_rows, T, num_selected, num_pairs, q_smem, kv_smem, row_smem, full, empty, q_full, q_empty)),
+        ],
+        worker_num_warps=[4, 4],
+        worker_num_regs=[216, 72],
+    )
+
+
+@gluon.jit
+def window_prefill_kernel(q, window, window_rows, positions, sink, cos, sin, out, T, scale):
+    tile: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    q_smem = gl.allocate_shared_memory(gl.bfloat16, [2, HEADS, HALF], tile)
+    kv_smem = gl.allocate_shared_memory(gl.bfloat16, [4, BLOCK, HALF], tile)
+    p_smem = gl.allocate_shared_memory(gl.bfloat16, [2, HEADS, BLOCK], tile)
+    row_smem = gl.allocate_shared_memory(gl.int32, [2, BLOCK], flat)
+    stat_smem = gl.allocate_shared_memory(gl.float32, [4, HEADS], flat)
+    barrier: gl.constexpr = mbarrier.MBarrierLayout()
+    full = gl.allocate_shared_memory(gl.int64, [4, 1], barrier)
+    empty = gl.allocate_shared_memory(gl.int64, [4, 1], barrier)
+    ready = gl.allocate_shared_memory(gl.int64, [2, 1], barrier)
+    q_full = gl.allocate_shared_memory(gl.int64, [1], barrier)
+    q_empty = gl.allocate_shared_memory(gl.int64, [1], barrier)
+    for i in gl.static_range(4):
+        mbarrier.init(full.index(i), count=128 + i % 2)
+        mbarrier.init(empty.index(i), count=1)
+    for i in gl.static_range(2):
+        mbarrier.init(ready.index(i), count=1)
+    mbarrier.init(q_full, count=256)
+    mbarrier.init(q_empty, count=2)
+    plan_smem = gl.allocate_shared_memory(gl.int32, [128], flat)
+    contiguous: gl.constexpr = True
+    num_pairs = 1
+    gl.warp_specialize(
+        [
+            (_consume, (gl.constexpr(0), contiguous, scale, sink, cos, sin, out, T, num_pairs, q_smem, kv_smem, row_smem, p_smem, stat_smem, full, empty, ready, q_full, q_empty)),
+            (_consume, (gl.constexpr(1), contiguous, scale, sink, cos, sin, out, T, num_pairs, q_smem, kv_smem, row_smem, p_smem, stat_smem, full, empty, ready, q_full, q_empty)),
+            (_produce_ring, (q, window, window_rows, positions, T, q_smem, kv_smem, row_smem, plan_smem, full, empty, q_full, q_empty)),
         ],
         worker_num_warps=[4, 4],
         worker_num_regs=[216, 72],
@@ -236,5 +338,16 @@ def sparse_prefill(q, window, window_rows, pool, pool_rows, sink, scale, cos, si
         sparse_prefill_kernel[grid](
             q, window, window_rows, pool, pool_rows, sink, cos, sin, out,
             num_tokens, pool_rows.shape[1], scale * 1.4426950408889634, num_warps=4,
+        )
+    return out
+
+
+def window_prefill(q, window, window_rows, positions, sink, scale, cos, sin, out):
+    num_tokens = q.shape[0]
+    if num_tokens:
+        grid = (min(num_tokens, torch.cuda.get_device_properties(q.device).multi_processor_count),)
+        window_prefill_kernel[grid](
+            q, window, window_rows, positions, sink, cos, sin, out,
+            num_tokens, scale * 1.4426950408889634, num_warps=4,
         )
     return out

@@ -12,7 +12,7 @@ from minideepinfer.model.attention import AttentionLayer
 from minideepinfer.model.block import Block
 from minideepinfer.model.transformer import TextModel
 from minideepinfer.model.weights import LayerWeights, ModelWeights
-from minideepinfer.operators import MoeWeights, Phase, RegisteredOperator
+from minideepinfer.operators import CommOperator, MoeWeights, Phase, RegisteredOperator
 from minideepinfer.operators.build import OperatorBuilder
 from minideepinfer.operators.plan import Plan
 
@@ -25,29 +25,37 @@ def assemble(
     plan: Plan,
     builder: OperatorBuilder,
     dtype: torch.dtype,
+    comm: CommOperator | None = None,
 ) -> TextModel:
     """Build the operators of a plan and give every block its own.
 
     Args:
         config: the model's facts.
         engine: precision switches.
-        weights: of the whole text model.
+        weights: of the whole text model, or of its first layers.
         cache: where layers keep what outlives a step.
         plan: which operator serves what.
         builder: builds each distinct one once.
         dtype: compute dtype.
+        comm: used in place of the plan's comm operator, by benchmarks that make the other ranks up.
 
     Raises:
         PluginError: an operator's code cannot be imported or built.
     """
-    parts = _Parts(config, engine, cache, plan, builder)
-    blocks = [parts.block(layer, w) for layer, w in zip(config.layers, weights.layers, strict=True)]
+    parts = _Parts(config, engine, cache, plan, builder, comm)
+    blocks = [parts.block(layer, w) for layer, w in zip(config.layers, weights.layers, strict=False)]
     return TextModel(config, weights, blocks, dtype)
 
 
 class _Parts:
     def __init__(
-        self, config: TextConfig, engine: EngineConfig, cache: KVCache, plan: Plan, builder: OperatorBuilder
+        self,
+        config: TextConfig,
+        engine: EngineConfig,
+        cache: KVCache,
+        plan: Plan,
+        builder: OperatorBuilder,
+        comm: CommOperator | None,
     ) -> None:
         self.config = config
         self.engine = engine
@@ -55,7 +63,7 @@ class _Parts:
         self.plan = plan
         self.builder = builder
         # Ranks talk in the same way whatever rows they have: one comm operator for both phases.
-        self.comm = self._operators("comm", None)[Phase.PREFILL]
+        self.comm = comm or self._operators("comm", None)[Phase.PREFILL]
 
     def block(self, layer: LayerSchedule, weights: LayerWeights) -> Block:
         moe = self._operators("moe", layer.layer_id)

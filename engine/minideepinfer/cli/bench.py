@@ -55,9 +55,10 @@ def header(bench: PrefillBench) -> list[str]:
     """What is measured, before it is."""
     problem, engine = bench.problem, bench.engine_config
     precision = f"{bench.dtype_name}, kv {engine.kv_quantization}, activations {engine.activation_quantization}"
+    layers = f"{len(bench.model.blocks)} of {bench.config.num_hidden_layers} layers"
+    engram = f"{problem.engram_fraction:.3g} of the rank's Engram rows"
     return [
-        f"one rank of {problem.world_size}, no network; {precision}, replay {engine.replay}; "
-        f"{len(bench.model.blocks)} of {bench.config.num_hidden_layers} layers; {problem.engram_fraction:.3g} of the rank's Engram rows",
+        f"one rank of {problem.world_size}, no network; {precision}; replay {engine.replay}; {layers}; {engram}",
         f"{problem.new_tokens} new tokens behind {problem.context - problem.new_tokens} cached ones, on {bench.device}",
         *bench.plan.lines(),
     ]

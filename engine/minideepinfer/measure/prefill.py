@@ -1,6 +1,7 @@
 """The fixed prefill benchmark: one rank of an expert-parallel world at the end of a long context.
 
-Every step rewinds to the same position and computes the same final chunk, so that steps can be compared.
+Every step rewinds to the same position and computes the same final chunk, so that steps can be compared. The window ring
+is not rewound: behind the first step it holds the end of the chunk, which is as good as any other random window.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The fixed prefill benchmark: one rank of an expert-parallel world at the end of a long context.
 
-Every step rewinds to the same position and computes the same final chunk, so that steps can be compared. The window ring
-is not rewound: behind the first step it holds the end of the chunk, which is as good as any other random window.
+Every step rewinds to the same position and computes the same final chunk, so that steps can be compared.
 """
 
 from __future__ import annotations
@@ -116,6 +115,8 @@ class PrefillBench:
         self._make(model_config)
         ids = torch.randint(text.vocab_size, (problem.context,), generator=torch.Generator().manual_seed(problem.seed))
         self._request = Request(0, ids.tolist(), problem.context, problem.context, ring=0, pages=list(range(pages)))
+        self._kept = [tensor.clone() for tensor in self._overwritten()]
+        self.rewind()
 
     def _make(self, model_config: ModelConfig) -> None:
         problem, text = self.problem, self.config
@@ -145,13 +146,21 @@ class PrefillBench:
                 routing.append(block.moe[phase].route(self.ranks.strangers, block.moe_weights[phase]))
         self.ranks.set_routing(routing)
 
+    def rewind(self) -> None:
+        """Undo a step: window rings and pending pairs are as they were; entries in pages will be written again."""
+        self._request.num_computed_tokens = self.problem.context - self.problem.new_tokens
+        self.ranks.reset()
+        for now, before in zip(self._overwritten(), self._kept, strict=True):
+            now.copy_(before)
+
+    def _overwritten(self) -> list[torch.Tensor]:
+        return [*self.cache.window, *self.cache.pending.values()]
+
     @torch.inference_mode()
     def step(self) -> torch.Tensor:
-        """Compute the chunk once; logits of its last row, `[1, vocab]`."""
-        problem, request = self.problem, self._request
-        request.num_computed_tokens = problem.context - problem.new_tokens
-        self.ranks.reset()
-        parts = make_parts([ScheduledRequest(request, problem.new_tokens)], self.config, self.engine_config.replay)
+        """Compute the chunk once, behind a `rewind`; logits of its last row, `[1, vocab]`."""
+        scheduled = ScheduledRequest(self._request, self.problem.new_tokens)
+        parts = make_parts([scheduled], self.config, self.engine_config.replay)
         step = build_step(parts, self.config, self._hash, self.engine_config.cache.page_tokens, self.device)
         step.clock = self._clock
         return self.model.logits(self.model.forward(step), step, wanted_rows(parts).to(self.device))
@@ -161,6 +170,7 @@ class PrefillBench:
         problem, cuda = self.problem, self.device.type == "cuda"
         progress("warming up")
         for _ in range(problem.warmup):
+            self.rewind()
             logits = self.step()
         if not bool(logits.isfinite().all()):
             raise ConfigError("the benchmark's logits are not finite; an operator of the plan is wrong")
@@ -176,6 +186,7 @@ class PrefillBench:
         return PrefillResult(milliseconds, tuple(rows), sum(staged) / len(staged), self._rows_per_expert(), peak)
 
     def _timed_step(self) -> float:
+        self.rewind()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         begin = time.perf_counter()

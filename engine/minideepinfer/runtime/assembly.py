@@ -15,7 +15,7 @@ from minideepinfer.model.block import Block
 from minideepinfer.model.hyper_connections import HyperConnections, Site
 from minideepinfer.model.transformer import TextModel
 from minideepinfer.model.weights import LayerWeights, ModelWeights
-from minideepinfer.operators import HyperConnectionWeights, Phase, RegisteredOperator
+from minideepinfer.operators import CommOperator, HyperConnectionWeights, Phase, RegisteredOperator
 from minideepinfer.operators.build import OperatorBuilder
 from minideepinfer.operators.placed import Placed
 from minideepinfer.operators.plan import Plan, PlannedOperator
@@ -29,32 +29,40 @@ def assemble(
     plan: Plan,
     builder: OperatorBuilder,
     dtype: torch.dtype,
+    comm: CommOperator | None = None,
 ) -> TextModel:
     """Build the operators of a plan and give every block its own.
 
     Args:
         config: the model's facts.
         engine: precision switches.
-        weights: of the whole text model.
+        weights: of the whole text model, or of its first layers.
         cache: where layers keep what outlives a step.
         plan: which operator serves what.
         builder: builds each distinct one once.
         dtype: compute dtype.
+        comm: used in place of the plan's comm operator, by benchmarks that make the other ranks up.
 
     Raises:
         PluginError: an operator's code cannot be imported or built.
     """
-    parts = _Parts(config, engine, cache, plan, builder)
+    parts = _Parts(config, engine, cache, plan, builder, comm)
     sites = [parts.sites(w) for w in weights.layers]
     following = [None if w.engram else first for (first, _), w in zip(sites, weights.layers, strict=True)][1:]
-    each_layer = zip(config.layers, weights.layers, sites, [*following, None], strict=True)
+    each_layer = zip(config.layers, weights.layers, sites, [*following, None], strict=False)
     blocks = [parts.block(*layer) for layer in each_layer]
     return TextModel(config, weights, blocks, parts.mixing, dtype)
 
 
 class _Parts:
     def __init__(
-        self, config: TextConfig, engine: EngineConfig, cache: KVCache, plan: Plan, builder: OperatorBuilder
+        self,
+        config: TextConfig,
+        engine: EngineConfig,
+        cache: KVCache,
+        plan: Plan,
+        builder: OperatorBuilder,
+        comm: CommOperator | None,
     ) -> None:
         self.config = config
         self.engine = engine
@@ -62,7 +70,7 @@ class _Parts:
         self.plan = plan
         self.builder = builder
         # Ranks talk in the same way whatever rows they have: one comm operator for both phases.
-        self.comm = self._operators("comm", None)[Phase.PREFILL]
+        self.comm = comm or self._operators("comm", None)[Phase.PREFILL]
         self.mixing = HyperConnections(self._operators("residual", None))
 
     def sites(self, weights: LayerWeights) -> tuple[Site, Site]:

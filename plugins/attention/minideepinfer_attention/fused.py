@@ -8,7 +8,6 @@ it splits their keys among programs, and reads all of them in place (`direct`).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from minideepinfer.operators import Batch, BuildContext, Phase, Selection
@@ -86,9 +85,7 @@ class FusedAttention:
         layout = metadata.layout
         buffer = window_buffer(window_new, window_ring, layout)
         if metadata.tiles is not None:
-            return window_attention(
-                q, buffer, layout, metadata.tiles, problem.sliding_window, sink, scale, cos, sin
-            )
+            return window_attention(q, buffer, layout, metadata.tiles, problem.sliding_window, sink, scale, cos, sin)
         if global_kv is None or selection is None:
             pool, rows = buffer, layout.rows[:, :0]
         else:

@@ -70,7 +70,16 @@ def window_layout(batch: Batch, window: int) -> WindowLayout:
 
 @triton.jit(do_not_specialize=["num_rows", "ring_size"])
 def _window_kernel(
-    out_ptr, new_ptr, ring_ptr, new_rows, ring_rows, positions, num_rows, ring_size, DIM: tl.constexpr, BLOCK: tl.constexpr
+    out_ptr,
+    new_ptr,
+    ring_ptr,
+    new_rows,
+    ring_rows,
+    positions,
+    num_rows,
+    ring_size,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Copy `BLOCK` chunks of 8 channels; rows that are neither new nor in a ring become zero."""
     chunk = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -79,7 +88,7 @@ def _window_kernel(
     new = tl.load(new_rows + row, mask=inside, other=-1)
     ring = tl.load(ring_rows + row, mask=inside, other=-1)
     slot = ring.to(tl.int64) * ring_size + tl.load(positions + row, mask=inside, other=0) % ring_size
-    lane = (channel[:, None] + tl.arange(0, 8)[None, :])
+    lane = channel[:, None] + tl.arange(0, 8)[None, :]
     from_new = tl.load(new_ptr + new.to(tl.int64)[:, None] * DIM + lane, mask=(new >= 0)[:, None], other=0.0)
     from_ring = tl.load(ring_ptr + slot[:, None] * DIM + lane, mask=(ring >= 0)[:, None], other=0.0)
     value = tl.where((new >= 0)[:, None], from_new, from_ring.to(out_ptr.dtype.element_ty))

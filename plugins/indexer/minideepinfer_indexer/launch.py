@@ -37,9 +37,9 @@ class Launch:
             self._block_levels = levels(width // block, problem.candidate_topk_blocks, (TOP // block,))
         self._with_tops = self._levels == 3 or self._block_levels == 2
         empty = metadata.visible.new_empty
-        self._scores = empty(rows, width, dtype=torch.float32)
-        self._maxima = empty(rows, width // block, dtype=torch.float32)
-        self._tops = empty(rows, width // TOP, dtype=torch.float32) if self._with_tops else self._maxima
+        self.scores = empty(rows, width, dtype=torch.float32)
+        self.maxima = empty(rows, width // block, dtype=torch.float32)
+        self.tops = empty(rows, width // TOP, dtype=torch.float32) if self._with_tops else self.maxima
 
     def pool(self, candidates: Tensor) -> tuple[Tensor, Tensor]:
         """Entries in each row's candidate blocks int32 `[T]` (this chunk's only), and the blocks in order."""
@@ -71,7 +71,7 @@ class Launch:
         scales = operands.key_scales if operands.key_scales is not None else lengths
         table, page_shift = operands.block_table, keys.shape[1].bit_length() - 1
         inputs = (table, chunk.tiles, lengths)
-        outputs = (scales, self._scores, self._maxima, self._tops)
+        outputs = (scales, self.scores, self.maxima, self.tops)
         sizes = (chunk.rows.start, problem.num_heads, problem.head_dim)
         constants = {
             "ROWS": tiling.rows,
@@ -125,17 +125,17 @@ class Launch:
 
     def choose_blocks(self, blocks: Tensor) -> None:
         """The candidate blocks of each row."""
-        self._topk(blocks, self._metadata.visible, None, (self._maxima, self._tops, self._tops), self._block_levels)
+        self._topk(blocks, self._metadata.visible, None, (self.maxima, self.tops, self.tops), self._block_levels)
 
     def choose(self, indices: Tensor, lengths: Tensor, pool: Tensor | None) -> None:
         """The selected entries of each row."""
-        self._topk(indices, lengths, pool, (self._scores, self._maxima, self._tops), self._levels)
+        self._topk(indices, lengths, pool, (self.scores, self.maxima, self.tops), self._levels)
 
     def _topk(
         self, chosen: Tensor, lengths: Tensor, pool: Tensor | None, buffers: tuple[Tensor, Tensor, Tensor], levels: int
     ) -> None:
         leaves, blocks, tops = buffers
-        of_blocks, width = leaves is self._maxima, leaves.shape[1]
+        of_blocks, width = leaves is self.maxima, leaves.shape[1]
         fan = width // blocks.shape[1] if levels > 1 else 1
         top_fan = TOP // self._block if levels > 2 else 1
         size = at_least(64, width // fan // top_fan)

@@ -57,7 +57,8 @@ def score_kernel(
     product: gl.constexpr = gl.NVMMADistributedLayout(
         [3, 0], [4, 1], [16, ROWS * HEADS, 256 // dtype.primitive_bitwidth]
     )
-    parts: gl.constexpr = gl.BlockedLayout([4, 1, 4], [16, 2, 1], [1, 4, 1], [2, 0, 1])
+    SHARE: gl.constexpr = 4 if ROWS > 4 else 2  # consecutive entries of a thread
+    parts: gl.constexpr = gl.BlockedLayout([SHARE, 1, 4], [ENTRIES // SHARE, SHARE // 2, 1], [1, 4, 1], [2, 0, 1])
     total_layout: gl.constexpr = gl.SliceLayout(2, parts)
 
     tile = tiles + gl.program_id(0) * 3
@@ -76,7 +77,9 @@ def score_kernel(
             mbarrier.init(full.index(stage), count=1)
         fence_async_shared()
         for stage in gl.static_range(STAGES):
-            _fetch(keys, table, start + stage * ENTRIES, stop, page_shift, key_smem, full, stage, SLABS, BOXES)
+            begin = start + stage * ENTRIES
+            rows = _locate(table, begin, stop, page_shift, BOX, BOXES)
+            _fetch(keys, rows, begin < stop, key_smem, full, stage, SLABS)
 
         q_smem = gl.allocate_shared_memory(dtype, [SLABS, ROWS * HEADS, SLAB], keys.layout)
         _store_queries(q, q_smem, row0, num_rows, num_heads, head_dim, ROWS, HEADS, SLAB, SLABS)
@@ -93,6 +96,11 @@ def score_kernel(
         stage = 0
         phase = 0
         for begin in range(start, stop, ENTRIES):
+            later = begin + STAGES * ENTRIES
+            rows = _locate(table, later, stop, page_shift, BOX, BOXES)
+            if SCALED:
+                page = gl.load(table + begin // ENTRIES)
+                scale = gl.load(key_scales + page * ENTRIES + gl.arange(0, ENTRIES, gl.SliceLayout(1, total_layout)))
             mbarrier.wait(full.index(stage), phase)
             products = gl.zeros([ENTRIES, ROWS * HEADS], gl.float32, layout=product)
             for slab in gl.static_range(SLABS):
@@ -103,7 +111,7 @@ def score_kernel(
                 )
             products = warpgroup_mma_wait(0, deps=[products])
             gl.thread_barrier()
-            _fetch(keys, table, begin + STAGES * ENTRIES, stop, page_shift, key_smem, full, stage, SLABS, BOXES)
+            _fetch(keys, rows, later < stop, key_smem, full, stage, SLABS)
             stage += 1
             if stage == STAGES:
                 stage = 0
@@ -115,8 +123,7 @@ def score_kernel(
             total = gl.sum(gl.convert_layout(part, parts), 2)
             place = begin + gl.arange(0, ENTRIES, layout=gl.SliceLayout(1, total_layout))
             if SCALED:
-                page = gl.load(table + gl.minimum(place, stop - 1) // ENTRIES)
-                total *= gl.load(key_scales + page * ENTRIES + place % ENTRIES)[:, None]
+                total *= scale[:, None]
             gl.store(scores + (local[None, :] * width + place[:, None]), total, mask=stored & (place < width)[:, None])
             seen = gl.where(place[:, None] < length[None, :], total, float("-inf"))
             best = gl.max(gl.reshape(seen, [ENTRIES // BLOCK, BLOCK, ROWS]), 1)
@@ -127,20 +134,28 @@ def score_kernel(
 
 
 @gluon.jit
-def _fetch(keys, table, begin, stop, page_shift, key_smem, full, stage, SLABS: gl.constexpr, BOXES: gl.constexpr):
-    """Start the copy of one tile of keys, if there is one; past the range its last box comes again."""
-    BOX: gl.constexpr = keys.block_shape[0]
-    SLAB: gl.constexpr = keys.block_shape[1]
-    there = begin < stop
-    bar = full.index(stage)
-    mbarrier.expect(bar, SLABS * BOXES * BOX * SLAB * (keys.dtype.primitive_bitwidth // 8), pred=there)
+def _locate(table, begin, stop, page_shift, BOX: gl.constexpr, BOXES: gl.constexpr):
+    """Pool rows at which the boxes of one tile begin; past the range its last box comes again."""
+    rows = ()
     for box in gl.static_range(BOXES):
         entry = gl.minimum(begin + box * BOX, (stop - 1) // BOX * BOX)
         page = gl.load(table + (entry >> page_shift))
-        row = (page << page_shift) + (entry & ((1 << page_shift) - 1))
+        rows += ((page << page_shift) + (entry & ((1 << page_shift) - 1)),)
+    return rows
+
+
+@gluon.jit
+def _fetch(keys, rows, there, key_smem, full, stage, SLABS: gl.constexpr):
+    """Start the copy of one tile of keys, if there is one."""
+    BOX: gl.constexpr = keys.block_shape[0]
+    SLAB: gl.constexpr = keys.block_shape[1]
+    BOXES: gl.constexpr = len(rows)
+    bar = full.index(stage)
+    mbarrier.expect(bar, SLABS * BOXES * BOX * SLAB * (keys.dtype.primitive_bitwidth // 8), pred=there)
+    for box in gl.static_range(BOXES):
         for slab in gl.static_range(SLABS):
             target = key_smem.index((stage * SLABS + slab) * BOXES + box)
-            tma.async_copy_global_to_shared(keys, [row, slab * SLAB], bar, target, pred=there)
+            tma.async_copy_global_to_shared(keys, [rows[box], slab * SLAB], bar, target, pred=there)
 
 
 @gluon.jit

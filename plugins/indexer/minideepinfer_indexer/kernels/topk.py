@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 LOWEST = tl.constexpr(-(2**31))
+FIRST = tl.constexpr(-(2**31) + 1)
 HIGHEST = tl.constexpr(2**31 - 1)
 
 
@@ -53,20 +54,16 @@ def topk_kernel(
     blocks += local * (row_leaves // FAN)
     tops += local * (row_leaves // (FAN * TOP_FAN))
     chosen = indices + row * topk
+    low, high = FIRST, FIRST
+    place = tl.arange(0, LEAVES)
     if LEVELS == 3:
-        num_blocks = tl.cdiv(number, FAN)
-        place = tl.arange(0, LEAVES)
-        _choose(tops, place, tl.cdiv(num_blocks, TOP_FAN), chosen, topk, SLOTS, PINNED)
+        count = tl.cdiv(number, FAN * TOP_FAN)
+        low, high = _choose(tops, place, count, chosen, topk, low, high, SLOTS, PINNED)
         place = _children(chosen, topk, SLOTS, TOP_FAN)
-        _choose(blocks, place, num_blocks, chosen, topk, SLOTS, PINNED)
+    if LEVELS >= 2:
+        low, high = _choose(blocks, place, tl.cdiv(number, FAN), chosen, topk, low, high, SLOTS, PINNED)
         place = _children(chosen, topk, SLOTS, FAN)
-    elif LEVELS == 2:
-        place = tl.arange(0, LEAVES)
-        _choose(blocks, place, tl.cdiv(number, FAN), chosen, topk, SLOTS, PINNED)
-        place = _children(chosen, topk, SLOTS, FAN)
-    else:
-        place = tl.arange(0, LEAVES)
-    _choose(leaves, place, number, chosen, topk, SLOTS, PINNED)
+    _choose(leaves, place, number, chosen, topk, low, high, SLOTS, PINNED)
     if POOLED:
         tl.debug_barrier()
         slot = tl.arange(0, SLOTS)
@@ -87,21 +84,32 @@ def _children(chosen, topk, SLOTS: tl.constexpr, FAN: tl.constexpr):
 
 
 @triton.jit
-def _choose(scores, place, number, chosen, topk, SLOTS: tl.constexpr, PINNED: tl.constexpr):
-    """Write the `topk` best of the places below `number` (PINNED: the last of them always), ascending, then -1."""
+def _choose(scores, place, number, chosen, topk, low, high, SLOTS: tl.constexpr, PINNED: tl.constexpr):
+    """Write the `topk` best of the places below `number` (PINNED: the last of them always), ascending, then -1.
+
+    What is known before, and is returned for the level below: at least `topk` reach `low`, or it is FIRST; no score
+    exceeds `high`.
+    """
     there = (place >= 0) & (place < number)
     order = _order(tl.load(scores + place, mask=there, other=float("-inf")))
     if PINNED:
         order = tl.where(place == number - 1, HIGHEST, order)
-    threshold, above, total = _threshold(order, topk)
-    taken = order > threshold
-    tied = (order == threshold) & (order > LOWEST)
-    if above + tl.sum(tied.to(tl.int32)) > topk:
-        tied = tied & (tl.cumsum(tied.to(tl.int32)) <= topk - above)
-    taken = taken | tied
+    if low == FIRST:
+        several = tl.sum((order > LOWEST).to(tl.int32)) > topk
+        low = tl.where(several, tl.min(tl.where(order > LOWEST, order, HIGHEST)), FIRST)
+        high = tl.where(several, tl.max(order), FIRST)
+    threshold = _threshold(order, topk, low, high)
+    taken = order >= threshold
+    reached = tl.sum(taken.to(tl.int32))
+    if reached > topk:
+        tied = (order == threshold).to(tl.int32)
+        taken = taken & ((order > threshold) | (tl.cumsum(tied) <= topk - reached + tl.sum(tied)))
     tl.store(chosen + tl.cumsum(taken.to(tl.int32)) - 1, place, mask=taken)
-    slot = tl.arange(0, SLOTS)
-    tl.store(chosen + slot, -1, mask=(slot >= total) & (slot < topk))
+    if reached < topk:
+        slot = tl.arange(0, SLOTS)
+        tl.store(chosen + slot, -1, mask=(slot >= reached) & (slot < topk))
+        threshold = FIRST
+    return threshold, high
 
 
 @triton.jit
@@ -112,18 +120,14 @@ def _order(scores):
 
 
 @triton.jit
-def _threshold(order, topk):
-    """The highest value that at least `topk` reach (the lowest one there is, if fewer are there); how many exceed it;
-    and how many there are to choose from."""
-    total = tl.sum((order > LOWEST).to(tl.int32))
-    low = tl.min(tl.where(order > LOWEST, order, HIGHEST))
-    high = tl.where(total > topk, tl.max(order), low)
+def _threshold(order, topk, low, high):
+    """The highest value that at least `topk` reach, or a lower one that exactly `topk` reach; FIRST if both ends are."""
     while low < high:
         middle = (low | high) - ((low ^ high) >> 1)  # rounded up, without overflow
         reached = tl.sum((order >= middle).to(tl.int32))
         high = tl.where(reached == topk, middle, tl.where(reached > topk, high, middle - 1))
         low = tl.where(reached >= topk, middle, low)
-    return low, tl.sum((order > low).to(tl.int32)), total
+    return low
 
 
 @triton.jit

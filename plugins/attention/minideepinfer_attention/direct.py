@@ -59,10 +59,10 @@ def direct_attention(
     if not num_tokens:
         return out
     tile = head_tile(num_heads, dim, q.dtype)
-    tile["BLOCK_K"] = min(tile["BLOCK_K"], 32)
     head_tiles = triton.cdiv(num_heads, tile["BLOCK_H"])
     topk = 0 if selection is None else selection.indices.shape[1]
-    num_tiles = triton.cdiv(window + topk, tile["BLOCK_K"])
+    window_tiles = triton.cdiv(window, tile["BLOCK_K"])
+    num_tiles = window_tiles + triton.cdiv(topk, tile["BLOCK_K"])
     tiles_per_split = triton.cdiv(num_tiles, max(1, programs // (num_tokens * head_tiles)))
     num_splits = triton.cdiv(num_tiles, tiles_per_split)
     partial = total = peak = None
@@ -103,6 +103,7 @@ def direct_attention(
         max(ratio, 1),
         topk,
         int(lens is not None),
+        window_tiles,
         num_tiles,
         tiles_per_split,
         rope_dim,

@@ -113,20 +113,22 @@ def pool_rows(selection: Selection, batch: Batch, ratio: int, per_page: int, mul
     width = triton.cdiv(topk, multiple) * multiple
     rows = torch.empty(num_tokens, width, dtype=torch.int32, device=selection.indices.device)
     if rows.numel():
-        block = 1024
-        pool_rows_kernel[(triton.cdiv(rows.numel(), block),)](
+        block_k = min(512, max(16, triton.next_power_of_2(width)))
+        block_t = 2048 // block_k
+        pool_rows_kernel[triton.cdiv(num_tokens, block_t), triton.cdiv(width, block_k)](
             rows,
             selection.indices.contiguous(),
             selection.lens,
             batch.positions,
             batch.request_ids,
             batch.block_table.contiguous(),
-            rows.numel(),
+            num_tokens,
             ratio,
             batch.block_table.shape[1],
             per_page,
             topk,
             width,
-            BLOCK=block,
+            BLOCK_T=block_t,
+            BLOCK_K=block_k,
         )
     return rows

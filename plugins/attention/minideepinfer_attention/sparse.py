@@ -6,8 +6,8 @@ import torch
 import triton
 from torch import Tensor
 
-from minideepinfer_attention.kernels.sparse import sparse_kernel
-from minideepinfer_attention.tiles import LOG2E, head_tile
+from minideepinfer_attention.kernels.sparse import again_kernel, sparse_kernel
+from minideepinfer_attention.tiles import LOG2E, head_tile, num_programs
 
 
 def sparse_attention(
@@ -46,23 +46,31 @@ def sparse_attention(
         sink = q.new_full((num_heads,), -torch.inf, dtype=torch.float32)
     tile = head_tile(num_heads, dim, q.dtype)
     num_window, num_pool = window_rows.shape[1], pool_rows.shape[1]
-    sparse_kernel[num_tokens, triton.cdiv(num_heads, tile["BLOCK_H"])](
-        q,
-        window,
-        window_rows,
-        pool,
-        pool_rows,
-        sink,
-        cos,
-        sin,
-        out,
-        scale * LOG2E,
-        num_heads,
-        num_window,
-        num_pool,
-        triton.cdiv(num_window + num_pool, tile["BLOCK_K"]),
-        0 if cos is None else 2 * cos.shape[1],
-        DIM=dim,
-        **tile,
-    )
+    window_tiles = triton.cdiv(num_window, tile["BLOCK_K"])
+    head_tiles = triton.cdiv(num_heads, tile["BLOCK_H"])
+    lost = torch.empty(num_tokens, head_tiles, dtype=torch.int32, device=q.device)
+    programs = min(num_tokens * head_tiles, num_programs(q.device))
+    for kernel, grid in ((sparse_kernel, (num_tokens, head_tiles)), (again_kernel, (programs, 1))):
+        kernel[grid](
+            q,
+            window,
+            window_rows,
+            pool,
+            pool_rows,
+            sink,
+            cos,
+            sin,
+            out,
+            lost,
+            scale * LOG2E,
+            num_tokens,
+            num_heads,
+            num_window,
+            num_pool,
+            window_tiles,
+            window_tiles + triton.cdiv(num_pool, tile["BLOCK_K"]),
+            0 if cos is None else 2 * cos.shape[1],
+            DIM=dim,
+            **tile,
+        )
     return out

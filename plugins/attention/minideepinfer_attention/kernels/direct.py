@@ -1,9 +1,9 @@
 """Attention that finds its keys itself: window entries in the rings and in this step, selected ones through the pages.
 
-Tiling: a program takes one token, 64 query heads in M, and a range of its keys, 32 at a time (window first). With one
-range it writes the heads; with more, so that few tokens fill the chip, it writes float32 sums that `combine_kernel`
-adds in the order of the ranges. Registers hold the 64 x 512 float32 sums, shared memory q (64 KiB) and the keys.
-Nothing is copied or gathered before, and no table but the caller's is read.
+Tiling: a program takes one token, 64 query heads in M, and a range of its keys, 64 at a time, its window first. With
+one range it writes the heads; with more, so that few tokens fill the chip, it writes float32 sums that
+`combine_kernel` adds in the order of the ranges. Registers hold the 64 x 512 float32 sums, shared memory q (64 KiB)
+and two tiles of keys (64 KiB each). Nothing is copied or gathered before, and no table but the caller's is read.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from minideepinfer_attention.kernels.tiles import INTERPRETED, LOG2E, NO_KEY, fi
 
 
 @triton.jit
-def _entries(index_ptr, token, slot, num_window, topk, stop):
-    """What the selection says in some slots, of which the first `num_window` are the window's; -1 where nothing."""
-    inside = (slot >= num_window) & (slot - num_window < stop)
-    return tl.load(index_ptr + token * topk + slot - num_window, mask=inside, other=-1)
+def _pool_rows(block_table, entry, visible, per_page):
+    """Rows of the pool; -1 where an entry does not count."""
+    valid = (entry >= 0) & (entry < visible)
+    page = tl.load(block_table + entry // per_page, mask=valid, other=0)
+    return tl.where(valid, page * per_page + entry % per_page, -1)
 
 
 @triton.jit(
     do_not_specialize=[
-        "num_heads", "num_window", "ring_size", "max_pages", "per_page", "ratio", "topk", "has_lens", "num_tiles",
-        "tiles_per_split", "rope_dim",
+        "num_heads", "num_window", "ring_size", "max_pages", "per_page", "ratio", "topk", "has_lens", "window_tiles",
+        "num_tiles", "tiles_per_split", "rope_dim",
     ]
 )  # fmt: skip
 def direct_kernel(
@@ -57,6 +58,7 @@ def direct_kernel(
     ratio,
     topk,
     has_lens,
+    window_tiles,
     num_tiles,
     tiles_per_split,
     rope_dim,
@@ -74,35 +76,46 @@ def direct_kernel(
     q = tl.load(q_ptr + place, mask=inside, other=0.0).to(product)
 
     request = tl.load(request_ids + token)
-    position = tl.load(positions + token)
-    oldest = tl.where(position >= 0, tl.maximum(tl.load(window_start + request), 0), 1 << 62)
-    context = tl.load(context_lens + request)
-    first_new = new_ptr + (tl.load(cu_seqlens + request) - context) * DIM
-    ring = ring_ptr + tl.load(ring_table + request) * ring_size * DIM
-    stop = tl.minimum(topk, tl.load(lens_ptr + token, mask=has_lens != 0, other=2147483647))
-    visible = (position + 1) // ratio
-
+    position = tl.load(positions + token).to(tl.int32)
     peak = tl.full([BLOCK_H], NO_KEY, tl.float32)
     total = tl.full([BLOCK_H], 0.0, tl.float32)
     acc = tl.full([BLOCK_H, BLOCK_D], 0.0, tl.float32)
     first = split * tiles_per_split
-    slot = first * BLOCK_K + tl.arange(0, BLOCK_K)
-    entry = _entries(index_ptr, token, slot, num_window, topk, stop)
-    for _ in range(first, tl.minimum(first + tiles_per_split, num_tiles)):
+    stop = tl.minimum(first + tiles_per_split, num_tiles)
+
+    oldest = tl.where(position >= 0, tl.maximum(tl.load(window_start + request), 0).to(tl.int32), 2147483647)
+    context = tl.load(context_lens + request).to(tl.int32)
+    new_ptr += tl.load(cu_seqlens + request).to(tl.int64) * DIM
+    ring_ptr += tl.load(ring_table + request) * ring_size * DIM
+    for tile in range(first, tl.minimum(stop, window_tiles)):
+        slot = tile * BLOCK_K + tl.arange(0, BLOCK_K)
         its_position = position - num_window + 1 + slot
-        in_window = (slot < num_window) & (its_position >= oldest)
-        is_new = its_position >= context
-        selected = (entry >= 0) & (entry < visible)
-        page = tl.load(block_table + request * max_pages + entry // per_page, mask=selected, other=0)
-        row = page.to(tl.int64) * per_page + entry % per_page
-        row = tl.where(in_window, tl.where(is_new, its_position, its_position % ring_size), row)
-        key_ptr = tl.where(in_window, tl.where(is_new, first_new, ring), pool_ptr) + row * DIM
-        valid = in_window | selected
+        valid = (slot < num_window) & (its_position >= oldest)
+        row = tl.where(its_position >= context, its_position - context, its_position % ring_size)
+        key_ptr = tl.where(its_position >= context, new_ptr, ring_ptr) + row.to(tl.int64) * DIM
         mask = valid[:, None] & (channel < DIM)[None, :]
         keys = tl.load(key_ptr[:, None] + channel[None, :], mask=mask, other=0.0).to(product)
+        peak, total, acc = online_step(q, keys, valid, scale, peak, total, acc, num_heads, dtype)
+
+    visible = (position + 1) // ratio
+    block_table += request * max_pages
+    index_ptr += token * topk
+    topk = tl.minimum(topk, tl.load(lens_ptr + token, mask=has_lens != 0, other=2147483647))
+    first = tl.maximum(first - window_tiles, 0)
+    slot = first * BLOCK_K + tl.arange(0, BLOCK_K)
+    entry = tl.load(index_ptr + slot, mask=slot < topk, other=-1)
+    rows = _pool_rows(block_table, entry, visible, per_page)
+    slot += BLOCK_K
+    entry = tl.load(index_ptr + slot, mask=slot < topk, other=-1)
+    for _ in range(first, stop - window_tiles):
+        mask = (rows >= 0)[:, None] & (channel < DIM)[None, :]
+        key_ptr = pool_ptr + rows.to(tl.int64) * DIM
+        keys = tl.load(key_ptr[:, None] + channel[None, :], mask=mask, other=0.0).to(product)
+        ahead = _pool_rows(block_table, entry, visible, per_page)
         slot += BLOCK_K
-        entry = _entries(index_ptr, token, slot, num_window, topk, stop)
-        peak, total, acc = online_step(q, keys, valid, scale, peak, total, acc, dtype)
+        entry = tl.load(index_ptr + slot, mask=slot < topk, other=-1)
+        peak, total, acc = online_step(q, keys, rows >= 0, scale, peak, total, acc, num_heads, dtype)
+        rows = ahead
 
     if partial_ptr is None:
         sink = tl.load(sink_ptr + head, mask=head < num_heads, other=0.0) * LOG2E

@@ -33,7 +33,7 @@ def window_buffer_kernel(
     tl.store(out_ptr + row[:, None] * DIM + lane, value, mask=inside[:, None])
 
 
-@triton.jit(do_not_specialize=["num_slots", "ratio", "max_pages", "per_page", "topk", "width"])
+@triton.jit(do_not_specialize=["num_tokens", "ratio", "max_pages", "per_page", "topk", "width"])
 def pool_rows_kernel(
     out_ptr,
     index_ptr,
@@ -41,24 +41,27 @@ def pool_rows_kernel(
     positions,
     request_ids,
     block_table,
-    num_slots,
+    num_tokens,
     ratio,
     max_pages,
     per_page,
     topk,
     width,
-    BLOCK: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):
-    """Turn `BLOCK` slots of the selection, token after token, into rows of the pool."""
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    token, slot = place // width, place % width
-    inside = place < num_slots
-    stop = topk
+    """Turn the selections of `BLOCK_T` tokens into rows of the pool, `BLOCK_K` slots at a time."""
+    token = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
+    slot = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+    real = token < num_tokens
+    stop = tl.full([BLOCK_T], topk, tl.int32)
     if lens_ptr is not None:
-        stop = tl.load(lens_ptr + token, mask=inside, other=0)
-    entry = tl.load(index_ptr + token * topk + slot, mask=inside & (slot < stop) & (slot < topk), other=-1)
-    visible = (tl.load(positions + token, mask=inside, other=-1) + 1) // ratio
-    valid = (entry >= 0) & (entry < visible)
-    request = tl.load(request_ids + token, mask=valid, other=0)
-    page = tl.load(block_table + request * max_pages + entry // per_page, mask=valid, other=0)
-    tl.store(out_ptr + place, tl.where(valid, page * per_page + entry % per_page, -1), mask=inside)
+        stop = tl.minimum(stop, tl.load(lens_ptr + token, mask=real, other=0))
+    visible = ((tl.load(positions + token, mask=real, other=-1) + 1) // ratio).to(tl.int32)
+    table = block_table + tl.load(request_ids + token, mask=real, other=0) * max_pages
+    inside = real[:, None] & (slot[None, :] < stop[:, None])
+    entry = tl.load(index_ptr + token[:, None] * topk + slot[None, :], mask=inside, other=-1)
+    valid = (entry >= 0) & (entry < visible[:, None])
+    page = tl.load(table[:, None] + entry // per_page, mask=valid, other=0)
+    row = tl.where(valid, page * per_page + entry % per_page, -1)
+    tl.store(out_ptr + token[:, None] * width + slot[None, :], row, mask=real[:, None] & (slot < width)[None, :])

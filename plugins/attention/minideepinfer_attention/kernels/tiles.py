@@ -58,7 +58,7 @@ def finish_row(acc, total, peak, sink, cos_ptr, sin_ptr, token, rope_dim, dtype:
 
 
 @triton.jit
-def online_step(q, keys, valid, scale, peak, total, acc, dtype: tl.constexpr):
+def online_step(q, keys, valid, scale, peak, total, acc, num_heads, dtype: tl.constexpr):
     """Add one tile of keys to sums that are relative to a running maximum.
 
     Args:
@@ -69,18 +69,26 @@ def online_step(q, keys, valid, scale, peak, total, acc, dtype: tl.constexpr):
         peak: float32 `[M]`, the maximum so far, finite.
         total: float32 `[M]`, sum of weights.
         acc: float32 `[M, D]`, sum of weighted keys.
+        num_heads: any positive number that Triton does not know, see below.
         dtype: that weights are rounded to.
 
     Returns:
         The new peak, total and acc.
     """
     logits = tl.dot(q, keys.T, input_precision="ieee") * scale
-    logits = tl.where(valid[None, :], logits, float("-inf"))
-    top = tl.maximum(peak, tl.max(logits, 1))
-    weights = tl.exp2(logits - top[:, None])
-    shrink = tl.exp2(peak - top)
-    total = total * shrink + tl.sum(weights, 1)
-    if INTERPRETED:
-        weights = rounded(weights, dtype)
-    acc = tl.dot(weights.to(dtype).to(q.dtype), keys, acc * shrink[:, None], input_precision="ieee")
-    return top, total, acc
+    shrink = peak
+    weights = tl.full(logits.shape, 0.0, dtype)
+    # Always taken. Triton gives products that it sees to be chained one layout, in which two warpgroups would each
+    # compute all of a 64-row product; it does not look through a branch.
+    if num_heads > 0:
+        logits = tl.where(valid[None, :], logits, float("-inf"))
+        top = tl.maximum(peak, tl.max(logits, 1))
+        exact = tl.exp2(logits - top[:, None])
+        shrink = tl.exp2(peak - top)
+        peak = top
+        total = total * shrink + tl.sum(exact, 1)
+        if INTERPRETED:
+            exact = rounded(exact, dtype)
+        weights = exact.to(dtype)
+    acc = tl.dot(weights.to(q.dtype), keys, acc * shrink[:, None], input_precision="ieee")
+    return peak, total, acc

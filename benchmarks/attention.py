@@ -252,7 +252,7 @@ def main() -> None:
     decode_times = time_calls(decode, arguments.repeats)
     record = {
         **facts(arguments.commit),
-        "what": f"attention operators, {arguments.tokens} rows, {HEADS} heads x {DIM}, {TOPK} + {WINDOW} keys, bfloat16",
+        "what": f"attention, bfloat16, {arguments.tokens} rows, {HEADS} heads x {DIM}, {TOPK} + {WINDOW} keys",
         "forms": fused.build(BuildContext(problem(2, Phase.PREFILL), OperatorOptions(), DEVICE)).form,
         "before": before,
         "after": ceilings(),

@@ -7,10 +7,12 @@ it splits their keys among programs, and reads all of them in place (`direct`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from minideepinfer.operators import Batch, BuildContext, Phase, Selection
+from minideepinfer.operators.declaration import interpreting
 from minideepinfer.operators.problem import AttentionProblem
 from torch import Tensor
 
@@ -19,6 +21,10 @@ from minideepinfer_attention.rows import WindowLayout, pool_rows, window_buffer,
 from minideepinfer_attention.sparse import sparse_attention
 from minideepinfer_attention.tiles import FORM, num_programs
 from minideepinfer_attention.window import LARGEST_WINDOW, token_tile, token_tiles, window_attention
+
+
+GLUON_SIZES = (64, 512, 64, 128)
+"""Heads, head_dim, rope_dim and window of the Gluon kernel."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +39,7 @@ class FusedAttention:
     """See `AttentionOperator`."""
 
     def __init__(self, problem: AttentionProblem, device: torch.device) -> None:
-        self.form = FORM
+        self._attend, self.form = _sparse_kernel(problem)
         self._problem = problem
         self._programs = num_programs(device)
         self._no_sink = torch.full((problem.num_heads,), -torch.inf, device=device)
@@ -91,7 +97,28 @@ class FusedAttention:
         else:
             pool = global_kv.flatten(0, 1)
             rows = pool_rows(selection, metadata.batch, problem.compress_ratio, global_kv.shape[1])
-        return sparse_attention(q, buffer, layout.rows, pool, rows, sink, scale, torch.empty_like(q), cos, sin)
+        return self._attend(
+            q=q,
+            window=buffer,
+            window_rows=layout.rows,
+            pool=pool,
+            pool_rows=rows,
+            sink=sink,
+            scale=scale,
+            out=torch.empty_like(q),
+            cos=cos,
+            sin=sin,
+        )
+
+
+def _sparse_kernel(problem: AttentionProblem) -> tuple[Callable[..., Tensor], str]:
+    """What computes sparse prefill, and its form: the Gluon kernel at the sizes it is made for, else its twin."""
+    sizes = problem.num_heads, problem.head_dim, problem.rope_dim, problem.sliding_window
+    if interpreting() or problem.dtype != "bfloat16" or sizes != GLUON_SIZES:
+        return sparse_attention, FORM
+    from minideepinfer_attention.sparse_gluon import sparse_prefill
+
+    return sparse_prefill, "gluon"
 
 
 def build(context: BuildContext) -> FusedAttention:

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 import torch
 import triton
-import triton.language as tl
 from minideepinfer.operators import Batch, Selection
 from torch import Tensor
+
+from minideepinfer_attention.kernels.rows import pool_rows_kernel, window_buffer_kernel
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,33 +69,6 @@ def window_layout(batch: Batch, window: int) -> WindowLayout:
     )
 
 
-@triton.jit(do_not_specialize=["num_rows", "ring_size"])
-def _window_kernel(
-    out_ptr,
-    new_ptr,
-    ring_ptr,
-    new_rows,
-    ring_rows,
-    positions,
-    num_rows,
-    ring_size,
-    DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Copy `BLOCK` chunks of 8 channels; rows that are neither new nor in a ring become zero."""
-    chunk = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    row, channel = chunk // (DIM // 8), chunk % (DIM // 8) * 8
-    inside = row < num_rows
-    new = tl.load(new_rows + row, mask=inside, other=-1)
-    ring = tl.load(ring_rows + row, mask=inside, other=-1)
-    slot = ring.to(tl.int64) * ring_size + tl.load(positions + row, mask=inside, other=0) % ring_size
-    lane = channel[:, None] + tl.arange(0, 8)[None, :]
-    from_new = tl.load(new_ptr + new.to(tl.int64)[:, None] * DIM + lane, mask=(new >= 0)[:, None], other=0.0)
-    from_ring = tl.load(ring_ptr + slot[:, None] * DIM + lane, mask=(ring >= 0)[:, None], other=0.0)
-    value = tl.where((new >= 0)[:, None], from_new, from_ring.to(out_ptr.dtype.element_ty))
-    tl.store(out_ptr + row[:, None] * DIM + lane, value, mask=inside[:, None])
-
-
 def window_buffer(new: Tensor, ring: Tensor, layout: WindowLayout) -> Tensor:
     """The buffer of a layer: `[N, D]` in the dtype of the new entries.
 
@@ -107,7 +81,7 @@ def window_buffer(new: Tensor, ring: Tensor, layout: WindowLayout) -> Tensor:
     buffer = new.new_empty(size, dim)
     if size:
         block = 1024
-        _window_kernel[(triton.cdiv(size * dim // 8, block),)](
+        window_buffer_kernel[(triton.cdiv(size * dim // 8, block),)](
             buffer,
             new,
             ring,
@@ -120,37 +94,6 @@ def window_buffer(new: Tensor, ring: Tensor, layout: WindowLayout) -> Tensor:
             BLOCK=block,
         )
     return buffer
-
-
-@triton.jit(do_not_specialize=["num_slots", "ratio", "max_pages", "per_page", "topk", "width"])
-def _pool_rows_kernel(
-    out_ptr,
-    index_ptr,
-    lens_ptr,
-    positions,
-    request_ids,
-    block_table,
-    num_slots,
-    ratio,
-    max_pages,
-    per_page,
-    topk,
-    width,
-    BLOCK: tl.constexpr,
-):
-    """Turn `BLOCK` slots of the selection, token after token, into rows of the pool."""
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    token, slot = place // width, place % width
-    inside = place < num_slots
-    stop = topk
-    if lens_ptr is not None:
-        stop = tl.load(lens_ptr + token, mask=inside, other=0)
-    entry = tl.load(index_ptr + token * topk + slot, mask=inside & (slot < stop) & (slot < topk), other=-1)
-    visible = (tl.load(positions + token, mask=inside, other=-1) + 1) // ratio
-    valid = (entry >= 0) & (entry < visible)
-    request = tl.load(request_ids + token, mask=valid, other=0)
-    page = tl.load(block_table + request * max_pages + entry // per_page, mask=valid, other=0)
-    tl.store(out_ptr + place, tl.where(valid, page * per_page + entry % per_page, -1), mask=inside)
 
 
 def pool_rows(selection: Selection, batch: Batch, ratio: int, per_page: int, multiple: int = 1) -> Tensor:
@@ -170,20 +113,22 @@ def pool_rows(selection: Selection, batch: Batch, ratio: int, per_page: int, mul
     width = triton.cdiv(topk, multiple) * multiple
     rows = torch.empty(num_tokens, width, dtype=torch.int32, device=selection.indices.device)
     if rows.numel():
-        block = 1024
-        _pool_rows_kernel[(triton.cdiv(rows.numel(), block),)](
+        block_k = min(512, max(16, triton.next_power_of_2(width)))
+        block_t = 2048 // block_k
+        pool_rows_kernel[triton.cdiv(num_tokens, block_t), triton.cdiv(width, block_k)](
             rows,
             selection.indices.contiguous(),
             selection.lens,
             batch.positions,
             batch.request_ids,
             batch.block_table.contiguous(),
-            rows.numel(),
+            num_tokens,
             ratio,
             batch.block_table.shape[1],
             per_page,
             topk,
             width,
-            BLOCK=block,
+            BLOCK_T=block_t,
+            BLOCK_K=block_k,
         )
     return rows

@@ -1,105 +1,13 @@
-"""Attention of each token to its own list of physical rows: some of a window buffer, then some of a pool.
-
-Tiling: a program takes one token and 64 query heads in M, and its keys 64 at a time. Registers hold the 64 x 512
-float32 sums, shared memory q (64 KiB) and two tiles of keys (64 KiB each); row numbers are fetched one tile ahead.
-Weights are taken relative to 0, without a running maximum; a program whose sums leave [2^-80, 2^100] does its keys
-again with one. Rows of number -1 are not read; their keys are zero and their weights too.
-Floor at T = 4096, 64 x 512, 512 + 128 keys: 0.61 ms (gathered bytes).
-"""
+"""Attention of each token to its own list of physical rows: some of a window buffer, then some of a pool."""
 
 from __future__ import annotations
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
-from minideepinfer_attention.tiles import INTERPRETED, LOG2E, NO_KEY, finish_row, head_tile, online_step, rounded
-
-LEAST = tl.constexpr(2.0**-80)
-MOST = tl.constexpr(2.0**100)
-"""Sums in between have lost nothing to overflow, or to weights below 2^-126."""
-
-
-@triton.jit
-def _row_numbers(window_rows, pool_rows, num_window, num_pool, slot):
-    """Row numbers of some slots of a token's two lists, one after the other; -1 where there is none."""
-    inside = slot < num_window + num_pool
-    return tl.load(tl.where(slot < num_window, window_rows + slot, pool_rows + slot - num_window), inside, -1)
-
-
-@triton.jit(do_not_specialize=["num_heads", "num_window", "num_pool", "num_tiles", "rope_dim"])
-def _sparse_kernel(
-    q_ptr,
-    window,
-    window_rows,
-    pool,
-    pool_rows,
-    sink_ptr,
-    cos_ptr,
-    sin_ptr,
-    out_ptr,
-    scale,
-    num_heads,
-    num_window,
-    num_pool,
-    num_tiles,
-    rope_dim,
-    DIM: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    token = tl.program_id(0).to(tl.int64)
-    head, channel = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
-    inside = (head < num_heads)[:, None] & (channel < DIM)[None, :]
-    place = (token * num_heads + head)[:, None] * DIM + channel[None, :]
-    dtype: tl.constexpr = q_ptr.dtype.element_ty
-    product: tl.constexpr = tl.float32 if INTERPRETED else dtype
-    q = tl.load(q_ptr + place, mask=inside, other=0.0).to(product)
-    window_rows += token * num_window
-    pool_rows += token * num_pool
-
-    peak = tl.full([BLOCK_H], 0.0, tl.float32)
-    sums = tl.full([BLOCK_H, 2, 4], 0.0, tl.float32)
-    acc = tl.full([BLOCK_H, BLOCK_D], 0.0, tl.float32)
-    slot = tl.arange(0, BLOCK_K)
-    ahead = _row_numbers(window_rows, pool_rows, num_window, num_pool, slot)
-    for _ in range(num_tiles):
-        rows = ahead
-        key_ptr = tl.where(slot < num_window, window, pool) + rows.to(tl.int64) * DIM
-        mask = (rows >= 0)[:, None] & (channel < DIM)[None, :]
-        keys = tl.load(key_ptr[:, None] + channel[None, :], mask=mask, other=0.0).to(product)
-        slot += BLOCK_K
-        ahead = _row_numbers(window_rows, pool_rows, num_window, num_pool, slot)
-        logits = tl.dot(q, keys.T, input_precision="ieee") * scale
-        probabilities = tl.full([BLOCK_H, BLOCK_K], 0.0, dtype)
-        # Always taken. Triton gives products that it sees to be chained one layout, in which two warpgroups would each
-        # compute all of a 64-row product; it does not look through a branch.
-        if num_heads > 0:
-            weights = tl.exp2(tl.where((rows >= 0)[None, :], logits, float("-inf")))
-            sums += tl.sum(tl.sum(weights.reshape(BLOCK_H, 2, BLOCK_K // 16, 4, 2), 4), 2)
-            if INTERPRETED:
-                weights = rounded(weights, dtype)
-            probabilities = weights.to(dtype)
-        acc = tl.dot(probabilities.to(product), keys, acc, input_precision="ieee")
-    total = tl.sum(tl.sum(sums, 2), 1)
-
-    if tl.min(((total >= LEAST) & (total <= MOST)).to(tl.int32), 0) == 0:
-        peak = tl.full([BLOCK_H], NO_KEY, tl.float32)
-        total = tl.full([BLOCK_H], 0.0, tl.float32)
-        acc = tl.full([BLOCK_H, BLOCK_D], 0.0, tl.float32)
-        for tile in range(num_tiles):
-            slot = tile * BLOCK_K + tl.arange(0, BLOCK_K)
-            rows = _row_numbers(window_rows, pool_rows, num_window, num_pool, slot)
-            key_ptr = tl.where(slot < num_window, window, pool) + rows.to(tl.int64) * DIM
-            mask = (rows >= 0)[:, None] & (channel < DIM)[None, :]
-            keys = tl.load(key_ptr[:, None] + channel[None, :], mask=mask, other=0.0).to(product)
-            peak, total, acc = online_step(q, keys, rows >= 0, scale, peak, total, acc, dtype)
-
-    sink = tl.load(sink_ptr + head, mask=head < num_heads, other=0.0) * LOG2E
-    heads = finish_row(acc, total, peak, sink, cos_ptr, sin_ptr, token, rope_dim, dtype, DIM)
-    tl.store(out_ptr + place, heads, mask=inside)
+from minideepinfer_attention.kernels.sparse import again_kernel, sparse_kernel
+from minideepinfer_attention.tiles import LOG2E, head_tile, num_programs
 
 
 def sparse_attention(
@@ -138,23 +46,31 @@ def sparse_attention(
         sink = q.new_full((num_heads,), -torch.inf, dtype=torch.float32)
     tile = head_tile(num_heads, dim, q.dtype)
     num_window, num_pool = window_rows.shape[1], pool_rows.shape[1]
-    _sparse_kernel[num_tokens, triton.cdiv(num_heads, tile["BLOCK_H"])](
-        q,
-        window,
-        window_rows,
-        pool,
-        pool_rows,
-        sink,
-        cos,
-        sin,
-        out,
-        scale * LOG2E,
-        num_heads,
-        num_window,
-        num_pool,
-        triton.cdiv(num_window + num_pool, tile["BLOCK_K"]),
-        0 if cos is None else 2 * cos.shape[1],
-        DIM=dim,
-        **tile,
-    )
+    window_tiles = triton.cdiv(num_window, tile["BLOCK_K"])
+    head_tiles = triton.cdiv(num_heads, tile["BLOCK_H"])
+    lost = torch.empty(num_tokens, head_tiles, dtype=torch.int32, device=q.device)
+    programs = min(num_tokens * head_tiles, num_programs(q.device))
+    for kernel, grid in ((sparse_kernel, (num_tokens, head_tiles)), (again_kernel, (programs, 1))):
+        kernel[grid](
+            q,
+            window,
+            window_rows,
+            pool,
+            pool_rows,
+            sink,
+            cos,
+            sin,
+            out,
+            lost,
+            scale * LOG2E,
+            num_tokens,
+            num_heads,
+            num_window,
+            num_pool,
+            window_tiles,
+            window_tiles + triton.cdiv(num_pool, tile["BLOCK_K"]),
+            0 if cos is None else 2 * cos.shape[1],
+            DIM=dim,
+            **tile,
+        )
     return out

@@ -1,0 +1,206 @@
+"""Consumer side of `sparse_gluon`: two warpgroups turn tiles in shared memory into one query's output.
+
+A block of 64 keys is owned by one warpgroup (even blocks by 0, odd by 1). The owner computes scores and softmax weights
+and publishes weights and running maximum; both warpgroups then add the block into their own half of the channels. The
+running maximum passes from block to block, so it is the same in both, and so is the order of every sum.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+HEADS = gl.constexpr(64)
+BLOCK = gl.constexpr(64)
+HALF = gl.constexpr(256)
+"""Channels of one warpgroup."""
+ROPE = gl.constexpr(64)
+NO_MAXIMUM = gl.constexpr(-1e20)
+"""Where a running maximum starts: finite, and above what a masked key scores."""
+LOG2_E = gl.constexpr(1.4426950408889634)
+
+SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+OUTPUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
+SCORES_ROW = gl.constexpr(gl.SliceLayout(1, SCORES.value))
+OUTPUT_ROW = gl.constexpr(gl.SliceLayout(1, OUTPUT.value))
+
+
+@gluon.jit
+def share_of(num_tokens, neighbours: gl.constexpr):
+    """The queries of this program as a range: a run of neighbours, or every n-th."""
+    program, count = gl.program_id(0), gl.num_programs(0)
+    if neighbours:
+        first = (program.to(gl.int64) * num_tokens // count).to(gl.int32)
+        end = ((program + 1).to(gl.int64) * num_tokens // count).to(gl.int32)
+        step = 1
+    else:
+        first = program
+        end = num_tokens
+        step = count
+    return first, end, step
+
+
+@gluon.jit
+def _fresh_zero():
+    """Zero, unknown to the compiler: an index through it keeps the matrix descriptors from being hoisted and spilled."""
+    return gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _scores(tiles, bars, phase, wg: gl.constexpr):
+    """Start the scores `[H, 64]` of the own block, half of the channels after the other, as they arrive."""
+    zero = _fresh_zero()
+    s = gl.zeros([HEADS, BLOCK], gl.float32, SCORES)
+    mbarrier.wait(bars.full[2 * wg], phase)
+    fence_async_shared()
+    s = warpgroup_mma(tiles.q[0].index(zero), tiles.kv[2 * wg].index(zero).permute((1, 0)), s, use_acc=False, is_async=True)
+    mbarrier.wait(bars.full[2 * wg + 1], phase)
+    fence_async_shared()
+    return warpgroup_mma(tiles.q[1].index(zero), tiles.kv[2 * wg + 1].index(zero).permute((1, 0)), s, is_async=True)
+
+
+@gluon.jit
+def _publish(s, bias, m, scale, tiles, bars, wg: gl.constexpr):
+    """Weights of the own block against the new running maximum, for both warpgroups."""
+    s = s * scale + bias[None, :]
+    new_m = gl.maximum(m, gl.max(s, 1))
+    p = gl.exp2(s - new_m[:, None])
+    tiles.maximum[wg].store(new_m)
+    weights = p.to(gl.bfloat16)
+    tiles.weights[wg].index(0).store(weights)
+    fence_async_shared()
+    mbarrier.arrive(bars.ready[wg])
+    return p, weights, new_m
+
+
+@gluon.jit
+def _add_own(o, m, l, s, bias, scale, last, tiles, bars, wg: gl.constexpr):
+    """Finish the own block: `s` is complete."""
+    p, weights, new_m = _publish(s, bias, m, scale, tiles, bars, wg)
+    mbarrier.arrive(bars.q_empty, pred=last)
+    alpha = gl.exp2(m - new_m)
+    o = o * gl.convert_layout(alpha, OUTPUT_ROW)[:, None]
+    weights = gl.convert_layout(weights, gl.DotOperandLayout(0, OUTPUT, 2))
+    o = warpgroup_mma(weights, tiles.kv[3 * wg].index(_fresh_zero()), o, is_async=True)
+    l = l * alpha + gl.sum(p, 1)
+    o = warpgroup_mma_wait(0, deps=[o])
+    mbarrier.arrive(bars.empty[3 * wg])
+    return o, new_m, l
+
+
+@gluon.jit
+def _add_other(o, m, l, phase, tiles, bars, wg: gl.constexpr):
+    """Start adding the other warpgroup's block."""
+    zero = _fresh_zero()
+    mbarrier.wait(bars.ready[1 - wg], phase)
+    new_m = tiles.maximum[1 - wg].load(SCORES_ROW)
+    alpha = gl.exp2(m - new_m)
+    o = o * gl.convert_layout(alpha, OUTPUT_ROW)[:, None]
+    o = warpgroup_mma(tiles.weights[1 - wg].index(zero), tiles.kv[2 - wg].index(zero), o, is_async=True)
+    return o, new_m, l * alpha
+
+
+@gluon.jit
+def _add_pair(o, m, l, phase, scale, last, tiles, bars, wg: gl.constexpr, eager: gl.constexpr):
+    """Add two blocks, in order. `eager`: start the second block's scores before the first block is added."""
+    bias_layout: gl.constexpr = gl.SliceLayout(0, SCORES)
+    if wg == 0:
+        s = _scores(tiles, bars, phase, wg)
+        bias = tiles.bias[wg].load(bias_layout)
+        s = warpgroup_mma_wait(0, deps=[s])
+        o, m, l = _add_own(o, m, l, s, bias, scale, last, tiles, bars, wg)
+        o, m, l = _add_other(o, m, l, phase, tiles, bars, wg)
+        o = warpgroup_mma_wait(0, deps=[o])
+        mbarrier.arrive(bars.empty[2])
+    elif eager:
+        s = _scores(tiles, bars, phase, wg)
+        bias = tiles.bias[wg].load(bias_layout)
+        o, m, l = _add_other(o, m, l, phase, tiles, bars, wg)
+        o, s = warpgroup_mma_wait(0, deps=[o, s])
+        mbarrier.arrive(bars.empty[1])
+        o, m, l = _add_own(o, m, l, s, bias, scale, last, tiles, bars, wg)
+    else:
+        o, m, l = _add_other(o, m, l, phase, tiles, bars, wg)
+        o = warpgroup_mma_wait(0, deps=[o])
+        mbarrier.arrive(bars.empty[1])
+        s = _scores(tiles, bars, phase, wg)
+        bias = tiles.bias[wg].load(bias_layout)
+        s = warpgroup_mma_wait(0, deps=[s])
+        o, m, l = _add_own(o, m, l, s, bias, scale, last, tiles, bars, wg)
+    return o, m, l
+
+
+@gluon.jit
+def _store(o, out, wg: gl.constexpr, first: gl.constexpr, width: gl.constexpr):
+    """Channels `first` to `first + width` of the half; a lane holds 16 bytes, a warp's store full sectors."""
+    if width == 256:
+        wide: gl.constexpr = [[0, 64], [0, 128]]
+    elif width == 128:
+        wide: gl.constexpr = [[0, 64]]
+    else:
+        wide: gl.constexpr = []
+    layout: gl.constexpr = gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [0, 4], [0, 32]] + wide + [[8, 0]],
+        lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, width],
+    )
+    row = gl.arange(0, HEADS, gl.SliceLayout(1, layout))
+    column = wg * HALF + first + gl.arange(0, width, gl.SliceLayout(0, layout))
+    gl.store(out + (row[:, None] * (2 * HALF) + column[None, :]), gl.convert_layout(o, layout))
+
+
+@gluon.jit
+def _halves(o):
+    """Left and right half of the columns."""
+    return o.reshape([o.shape[0], 2, o.shape[1] // 2]).permute([0, 2, 1]).split()
+
+
+@gluon.jit
+def _store_unrotated(o, out, cos, sin):
+    """Rotate the last channels back in float32; one rounding before, one after."""
+    plain, rest = _halves(o)
+    _store(plain, out, 1, 0, 128)
+    plain, turned = _halves(rest)
+    _store(plain, out, 1, 128, 64)
+    a, b = turned.to(gl.float32).reshape([HEADS, ROPE // 2, 2]).split()
+    angle = gl.arange(0, ROPE // 2, gl.SliceLayout(0, a.type.layout))
+    c, s = gl.load(cos + angle)[None, :], gl.load(sin + angle)[None, :]
+    turned = gl.join(a * c + b * s, b * c - a * s).reshape([HEADS, ROPE])
+    _store(turned.to(gl.bfloat16), out, 1, 192, 64)
+
+
+@gluon.jit
+def attend(wg: gl.constexpr, neighbours: gl.constexpr, scale, sink, cos, sin, out, num_tokens, num_pairs, tiles, bars):
+    """The loop over queries of warpgroup `wg`. `neighbours`: see `share_of`."""
+    phase = 0
+    q_phase = 0
+    first, end, step = share_of(num_tokens, neighbours)
+    for t in range(first, end, step):
+        o = gl.zeros([HEADS, HALF], gl.float32, OUTPUT)
+        m = gl.full([HEADS], NO_MAXIMUM, gl.float32, SCORES_ROW)
+        l = gl.zeros([HEADS], gl.float32, SCORES_ROW)
+        mbarrier.wait(bars.q_full, q_phase)
+        for pair in range(num_pairs):
+            o, m, l = _add_pair(o, m, l, phase, scale, pair == num_pairs - 1, tiles, bars, wg, neighbours)
+            phase ^= 1
+        tiles.total[wg].store(l)
+        mbarrier.arrive(bars.summed[wg])
+        mbarrier.wait(bars.summed[1 - wg], q_phase)
+        l += tiles.total[1 - wg].load(SCORES_ROW)
+        q_phase ^= 1
+        denominator = l
+        if sink is not None:
+            denominator += gl.exp2(gl.load(sink + gl.arange(0, HEADS, SCORES_ROW)) * LOG2_E - m)
+        factor = gl.where(l > 0, 1 / denominator, 0.0)
+        result = (o * gl.convert_layout(factor, OUTPUT_ROW)[:, None]).to(gl.bfloat16)
+        row = out + t.to(gl.int64) * (2 * HALF * HEADS)
+        if wg == 1 and cos is not None:
+            _store_unrotated(result, row, cos + t * (ROPE // 2), sin + t * (ROPE // 2))
+        else:
+            _store(result, row, wg, 0, 256)

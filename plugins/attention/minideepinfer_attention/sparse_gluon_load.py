@@ -1,0 +1,139 @@
+"""Producer side of `sparse_gluon`: one warpgroup fills shared memory with asynchronous 16-byte copies.
+
+A block of 64 keys lies in two tiles, one per half of the channels, because each half is released by the warpgroup that
+owns these channels. A row number of -1 copies nothing: the hardware fills with zeros, and the bias masks the key.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
+
+from minideepinfer_attention.sparse_gluon_attend import BLOCK, HALF, HEADS, share_of
+
+# Triton renamed it after 3.6.
+async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+
+MASKED = gl.constexpr(-1e30)
+"""What is added to the score of a missing key: finite, so that a row without keys meets no NaN."""
+GROUP = gl.constexpr(16)
+"""Rows that the ring replaces together."""
+COPY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+COPY_ROW = gl.constexpr(gl.SliceLayout(1, COPY.value))
+FLAT = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+
+
+@gluon.jit
+def _copy(table, row, tile, half: gl.constexpr):
+    """Start copying one half of the channels of rows `[n]` of a table `[N, 512]`."""
+    column = gl.arange(0, HALF, gl.SliceLayout(0, COPY))
+    offset = row.to(gl.int64) * (2 * HALF) + half * HALF
+    present = (row >= 0)[:, None] & (column >= 0)[None, :]
+    async_load(tile, table + (offset[:, None] + column[None, :]), mask=present)
+
+
+@gluon.jit
+def _load_query(q, t, phase, tiles, bars):
+    row = t * HEADS + gl.arange(0, HEADS, COPY_ROW)
+    mbarrier.wait(bars.q_empty, phase)
+    _copy(q, row, tiles.q[0].index(0), 0)
+    _copy(q, row, tiles.q[1].index(0), 1)
+    async_copy.mbarrier_arrive(bars.q_full, increment_count=False)
+
+
+@gluon.jit
+def _load_block(table, row, phase, tiles, bars, slot: gl.constexpr):
+    mbarrier.wait(bars.empty[2 * slot], phase)
+    _copy(table, row, tiles.kv[2 * slot].index(0), 0)
+    async_copy.mbarrier_arrive(bars.full[2 * slot], increment_count=False)
+    mbarrier.wait(bars.empty[2 * slot + 1], phase)
+    tiles.bias[slot].store(gl.where(row >= 0, 0.0, MASKED))
+    mbarrier.arrive(bars.full[2 * slot + 1])
+    _copy(table, row, tiles.kv[2 * slot + 1].index(0), 1)
+    async_copy.mbarrier_arrive(bars.full[2 * slot + 1], increment_count=False)
+
+
+@gluon.jit
+def _block_rows(window_rows, pool_rows, t, pair, slot: gl.constexpr, num_selected, num_tokens):
+    """Row numbers of a block: pair 0 is the window, the others are the selection; -1 past the end."""
+    if pair == 0:
+        rows = window_rows + t.to(gl.int64) * (2 * BLOCK)
+        count = 2 * BLOCK
+    else:
+        rows = pool_rows + (t.to(gl.int64) * num_selected + (pair - 1) * (2 * BLOCK))
+        count = num_selected - (pair - 1) * (2 * BLOCK)
+    column = slot * BLOCK + gl.arange(0, BLOCK, COPY_ROW)
+    return gl.load(rows + column, mask=(column < count) & (t < num_tokens), other=-1)
+
+
+@gluon.jit
+def load_selected(q, window, window_rows, pool, pool_rows, num_tokens, num_selected, num_pairs, tiles, bars):
+    """Window and selected rows of every n-th query; row numbers are read one pair of blocks ahead."""
+    first, end, step = share_of(num_tokens, False)
+    row0 = _block_rows(window_rows, pool_rows, first, 0, 0, num_selected, num_tokens)
+    row1 = _block_rows(window_rows, pool_rows, first, 0, 1, num_selected, num_tokens)
+    phase = 1
+    q_phase = 1
+    for t in range(first, end, step):
+        for pair in range(num_pairs):
+            if pair == 0:
+                table = window
+            else:
+                table = pool
+            last = pair == num_pairs - 1
+            next_pair = gl.where(last, 0, pair + 1)
+            next_t = gl.where(last, t + step, t)
+            next0 = _block_rows(window_rows, pool_rows, next_t, next_pair, 0, num_selected, num_tokens)
+            next1 = _block_rows(window_rows, pool_rows, next_t, next_pair, 1, num_selected, num_tokens)
+            _load_block(table, row0, phase, tiles, bars, 0)
+            if pair == 0:
+                _load_query(q, t, q_phase, tiles, bars)
+                q_phase ^= 1
+            _load_block(table, row1, phase, tiles, bars, 1)
+            row0 = next0
+            row1 = next1
+            phase ^= 1
+
+
+@gluon.jit
+def _ring_rows(window_rows, positions, t, end):
+    """Row numbers `[128]` in ring order: a position always has the same slot."""
+    slot = gl.arange(0, 2 * BLOCK, FLAT)
+    inside = t < end
+    position = gl.load(positions + gl.where(inside, t, 0)).to(gl.int32)
+    entry = (slot - position - 1) & (2 * BLOCK - 1)
+    return gl.load(window_rows + t.to(gl.int64) * (2 * BLOCK) + entry, mask=inside & (slot >= 0), other=-1)
+
+
+@gluon.jit
+def _refresh_half(window, changed, tiles, bars, slot: gl.constexpr, half: gl.constexpr):
+    """Copy those groups of rows that differ from the query before."""
+    for group in gl.static_range(BLOCK // GROUP):
+        if (changed >> (slot * (BLOCK // GROUP) + group)) & 1 != 0:
+            row = tiles.plan.slice(slot * BLOCK + group * GROUP, GROUP).load(COPY_ROW)
+            _copy(window, row, tiles.kv[2 * slot + half].index(0).slice(group * GROUP, GROUP), half)
+    async_copy.mbarrier_arrive(bars.full[2 * slot + half], increment_count=False)
+
+
+@gluon.jit
+def load_ring(q, window, window_rows, positions, num_tokens, tiles, bars):
+    """The window of a run of neighbouring queries: 128 rows stay, and mostly one changes from query to query."""
+    first, end, step = share_of(num_tokens, True)
+    before = gl.full([2 * BLOCK], -2, gl.int32, FLAT)
+    row = _ring_rows(window_rows, positions, first, end)
+    group = gl.arange(0, 2 * BLOCK, FLAT) // GROUP
+    phase = 1
+    for t in range(first, end, step):
+        _load_query(q, t, phase, tiles, bars)
+        changed = gl.reduce_or(gl.where(row != before, 1 << group, 0), 0)
+        before = row
+        row = _ring_rows(window_rows, positions, t + 1, end)
+        tiles.plan.store(before)
+        for slot in gl.static_range(2):
+            mbarrier.wait(bars.empty[2 * slot], phase)
+            _refresh_half(window, changed, tiles, bars, slot, 0)
+            mbarrier.wait(bars.empty[2 * slot + 1], phase)
+            missing = tiles.plan.slice(slot * BLOCK, BLOCK).load(FLAT) < 0
+            tiles.bias[slot].store(gl.where(missing, MASKED, 0.0))
+            mbarrier.arrive(bars.full[2 * slot + 1])
+            _refresh_half(window, changed, tiles, bars, slot, 1)
+        phase ^= 1

@@ -20,10 +20,10 @@ def tile_rows(max_rows: int, num_experts: int, dtype: torch.dtype) -> int:
     return min(max(rows, 16), 128 if dtype is torch.bfloat16 else 32)
 
 
-def _block(dtype: torch.dtype) -> int:
-    """Outputs and columns of a tile. float32 products keep both operands in registers."""
-    if interpreting():
-        return 128  # its time goes by operations, not by elements
+def _block(width: int, dtype: torch.dtype) -> int:
+    """Outputs, or columns, of a tile. float32 products keep both operands in registers."""
+    if interpreting():  # its time goes by operations, not by elements
+        return 128 if width > 32 else 32
     return 64 if dtype is torch.bfloat16 else 32
 
 
@@ -55,9 +55,9 @@ def gate_up(
         `[R, I]` in x's dtype; rows that do not exist are not written.
     """
     hidden, inner = x.shape[1], packed.w13.shape[2]
-    block = _block(x.dtype)
+    block_n, block_k = _block(inner, x.dtype), _block(hidden, x.dtype)
     r = x.new_empty(schedule.max_rows, inner)
-    grid = (triton.cdiv(inner, block), schedule.max_tiles)
+    grid = (triton.cdiv(inner, block_n), schedule.max_tiles)
     gate_up_kernel[grid](
         x,
         packed.w13,
@@ -71,8 +71,8 @@ def gate_up(
         limit,
         QUANTIZE=quantize,
         BLOCK_M=schedule.tile_rows,
-        BLOCK_N=block,
-        BLOCK_K=block,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
     )
     return r
 
@@ -89,9 +89,9 @@ def down(r: Tensor, packed: PackedExperts, schedule: Schedule) -> Tensor:
         `[R, H]`; rows that do not exist are not written.
     """
     inner, hidden = r.shape[1], packed.w2.shape[1]
-    block = _block(r.dtype)
+    block_n, block_k = _block(hidden, r.dtype), _block(inner, r.dtype)
     y = r.new_empty(schedule.max_rows, hidden)
-    grid = (triton.cdiv(hidden, block), schedule.max_tiles)
+    grid = (triton.cdiv(hidden, block_n), schedule.max_tiles)
     down_kernel[grid](
         r,
         packed.w2,
@@ -101,7 +101,7 @@ def down(r: Tensor, packed: PackedExperts, schedule: Schedule) -> Tensor:
         hidden // 32,
         inner // 32,
         BLOCK_M=schedule.tile_rows,
-        BLOCK_N=block,
-        BLOCK_K=block,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
     )
     return y

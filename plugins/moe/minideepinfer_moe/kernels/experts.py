@@ -20,16 +20,16 @@ from minideepinfer_moe.kernels.arithmetic import (
 
 
 @triton.jit
-def _weights(packed_ptr, scale_ptr, outputs, inside, k, groups, DTYPE: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
-    """Decoded `[N, K]` of rows `outputs` from column k on; zeros outside."""
+def _weights(packed_ptr, scale_ptr, rows, inside, k, groups, DTYPE: tl.constexpr, N: tl.constexpr, K: tl.constexpr):
+    """Decoded `[N, K]` of some rows of a matrix from column k on; zeros outside."""
     halves, scales = k // 2 + tl.arange(0, K // 2), k // 32 + tl.arange(0, K // 32)
     packed = tl.load(
-        packed_ptr + outputs[:, None] * (groups * 16) + halves[None, :],
+        packed_ptr + rows[:, None] * (groups * 16) + halves[None, :],
         mask=inside[:, None] & (halves < groups * 16)[None, :],
         other=0,
     )
     exponents = tl.load(
-        scale_ptr + outputs[:, None] * groups + scales[None, :],
+        scale_ptr + rows[:, None] * groups + scales[None, :],
         mask=inside[:, None] & (scales < groups)[None, :],
         other=127,
     )
@@ -51,28 +51,29 @@ def gate_up_kernel(
         rows = tl.arange(0, BLOCK_M)
         real = rows < num_rows
         x_rows = x_ptr + tl.load(tokens_ptr + first + rows, mask=real, other=0).to(tl.int64)[:, None] * hidden
-        outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-        inside = outputs < inner
-        w1_ptr, s1_ptr = w13_ptr + expert * inner * hidden, scale_ptr + expert * inner * hidden_groups * 2
-        w3_ptr, s3_ptr = w1_ptr + inner * hidden // 2, s1_ptr + inner * hidden_groups
+        # Rows of w1 and w3 alternate, so that gate and up of an output end up in one thread.
+        pairs = tl.program_id(0) * 2 * BLOCK_N + tl.arange(0, 2 * BLOCK_N)
+        matrix_rows, inside = pairs % 2 * inner + pairs // 2, pairs < 2 * inner
+        w13_ptr += expert * inner * hidden
+        scale_ptr += expert * inner * hidden_groups * 2
         dtype: tl.constexpr = x_ptr.dtype.element_ty
-        gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        products = tl.zeros((BLOCK_M, 2 * BLOCK_N), tl.float32)
         for k in range(0, hidden, BLOCK_K):
             columns = k + tl.arange(0, BLOCK_K)
             x = tl.load(x_rows + columns[None, :], mask=real[:, None] & (columns < hidden)[None, :], other=0.0)
             if INTERPRETED:
                 x = widen(x)
-            w1 = _weights(w1_ptr, s1_ptr, outputs, inside, k, hidden_groups, dtype, BLOCK_N, BLOCK_K)
-            gate = tl.dot(x, w1.T, gate, input_precision="ieee")
-            w3 = _weights(w3_ptr, s3_ptr, outputs, inside, k, hidden_groups, dtype, BLOCK_N, BLOCK_K)
-            up = tl.dot(x, w3.T, up, input_precision="ieee")
+            w13 = _weights(w13_ptr, scale_ptr, matrix_rows, inside, k, hidden_groups, dtype, 2 * BLOCK_N, BLOCK_K)
+            products = tl.dot(x, w13.T, products, input_precision="ieee")
+        gate, up = tl.split(tl.reshape(rounded(products, dtype), (BLOCK_M, BLOCK_N, 2)))
         weight = tl.load(weights_ptr + first + rows, mask=real, other=0.0)
-        r = clamped_swiglu(rounded(gate, dtype), rounded(up, dtype), limit) * weight[:, None]
+        r = clamped_swiglu(gate, up, limit) * weight[:, None]
         if QUANTIZE:
-            r = qdq_fp8(rounded(r, dtype), BLOCK_M, BLOCK_N)
+            groups = tl.reshape(rounded(r, dtype), (BLOCK_M, BLOCK_N // 32, 32))
+            r = tl.reshape(qdq_fp8(groups, 2), (BLOCK_M, BLOCK_N))
+        outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         place = r_ptr + (first + rows).to(tl.int64)[:, None] * inner + outputs[None, :]
-        tl.store(place, narrow(r, dtype), mask=real[:, None] & inside[None, :])
+        tl.store(place, narrow(r, dtype), mask=real[:, None] & (outputs < inner)[None, :])
 
 
 @triton.jit(do_not_specialize=["hidden_groups", "inner_groups"])

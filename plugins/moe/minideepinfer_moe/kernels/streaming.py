@@ -110,7 +110,8 @@ def gate_up_kernel(
         weight = tl.load(weights_ptr + first + rows, mask=real, other=0.0)
         r = (clamped_swiglu(rounded(gate, dtype), rounded(up, dtype), limit) * weight[None, :]).T
         if QUANTIZE:
-            r = qdq_fp8(rounded(r, dtype), BLOCK_M, BLOCK_N)
+            groups = tl.reshape(rounded(r, dtype), (BLOCK_M, BLOCK_N // 32, 32))
+            r = tl.reshape(qdq_fp8(groups, 2), (BLOCK_M, BLOCK_N))
         place = r_ptr + (first + rows).to(tl.int64)[:, None] * inner + outputs[None, :]
         tl.store(place, narrow(r, dtype), mask=real[:, None] & inside[None, :])
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from minideepinfer.operators import Batch, BuildContext, CommOperator, MoeWeights, PackedExperts, StageClock
+from minideepinfer.operators import Batch, BuildContext, CommOperator, MoeWeights, StageClock
 from minideepinfer.operators.declaration import interpreting
 from minideepinfer.operators.problem import MoeProblem
 from torch import Tensor
 
-from minideepinfer_moe.experts import down, gate_up, pack, tile_rows
+from minideepinfer_moe.experts import ReadyExperts, down, gate_up, pack, tile_rows
 from minideepinfer_moe.gate import gate_logits, select
 from minideepinfer_moe.rows import combine, quantize, shared_expert
 from minideepinfer_moe.schedule import make_schedule
@@ -23,14 +23,14 @@ class FusedWeights:
     Attributes:
         gate: `[num_experts, H]` in the compute dtype.
         gate_bias: float32 `[num_experts]`.
-        experts: packed routed experts.
+        experts: routed experts, packed.
         shared_w13: `[2 I, H]` compute dtype, or None.
         shared_w2: `[H, I]` compute dtype, or None.
     """
 
     gate: Tensor
     gate_bias: Tensor
-    experts: PackedExperts
+    experts: ReadyExperts
     shared_w13: Tensor | None
     shared_w2: Tensor | None
 
@@ -99,7 +99,7 @@ class FusedMoe:
         x: Tensor,
         topk_ids: Tensor,
         topk_weights: Tensor,
-        experts: PackedExperts,
+        experts: ReadyExperts,
         shared: Tensor | None,
         dtype: torch.dtype,
     ) -> Tensor:

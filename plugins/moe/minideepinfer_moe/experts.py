@@ -28,7 +28,6 @@ class ReadyExperts:
         w2: uint8 `[E, H, I / 2]`.
         w2_scale: uint8 `[E, H, I / 32]`, as released.
         wide: whether any exponent is above 128.
-        expert_start: global id of local expert 0.
     """
 
     w13: Tensor
@@ -36,12 +35,6 @@ class ReadyExperts:
     w2: Tensor
     w2_scale: Tensor
     wide: bool
-    expert_start: int
-
-    @property
-    def num_local(self) -> int:
-        """E, the experts held here."""
-        return self.w13.shape[0]
 
 
 @dataclass(frozen=True)
@@ -66,7 +59,7 @@ def pack(experts: PackedExperts) -> ReadyExperts:
     """The form that the products read; called once, when weights are loaded."""
     scales = experts.w13_scale.contiguous(), experts.w2_scale.contiguous()
     wide = any(bool((scale > 128).any()) for scale in scales)
-    return ReadyExperts(_halves(experts.w13), scales[0], _halves(experts.w2), scales[1], wide, experts.expert_start)
+    return ReadyExperts(_halves(experts.w13), scales[0], _halves(experts.w2), scales[1], wide)
 
 
 def _halves(released: Tensor) -> Tensor:

@@ -49,6 +49,8 @@ class Tiling:
 
 def tile_rows(max_rows: int, num_experts: int, dtype: torch.dtype) -> int:
     """The tile height that suits about `max_rows / num_experts` rows an expert."""
+    if interpreting():
+        return 32
     average: int = triton.cdiv(max_rows, num_experts)
     if dtype is not torch.bfloat16:
         return 16

@@ -78,7 +78,7 @@ def _multiply(
         low, high = decode_halves(packed, exponents, dtype, WIDE, N, K)
         x_low = tl.load(x_ptr, mask=there[:, None] & real[None, :], other=0.0)
         x_high = tl.load(x_ptr + 16, mask=there[:, None] & real[None, :], other=0.0)
-        if INTERPRETED:
+        if INTERPRETED and tl.bfloat16 == dtype:
             x_low, x_high = widen(x_low), widen(x_high)
         total = tl.dot(low, x_low, total, input_precision="ieee")
         total = tl.dot(high, x_high, total, input_precision="ieee")
@@ -111,7 +111,7 @@ def gate_up_kernel(
         matrix_rows += lanes // 8 % 2 * inner
         w13_ptr += expert * inner * (groups * 32)
         scale_ptr += expert * inner * (groups * 2)
-        products = tl.zeros((2 * BLOCK_N, BLOCK_M), tl.float32)
+        products = tl.full((2 * BLOCK_N, BLOCK_M), 0.0, tl.float32)
         products = _multiply(
             products, x_rows, real, w13_ptr, scale_ptr, matrix_rows, inside, groups, WIDE, BLOCK_M, 2 * BLOCK_N, BLOCK_K
         )
@@ -147,7 +147,7 @@ def down_kernel(
         r_rows = r_ptr + numbers[None, :] * (groups * 32)
         w2_ptr += expert * hidden * (groups * 16)
         scale_ptr += expert * hidden * groups
-        y = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        y = tl.full((BLOCK_N, BLOCK_M), 0.0, tl.float32)
         y = _multiply(y, r_rows, real, w2_ptr, scale_ptr, outputs, inside, groups, WIDE, BLOCK_M, BLOCK_N, BLOCK_K)
         place = y_ptr + numbers[None, :] * hidden + outputs[:, None]
         tl.store(place, narrow(y, y_ptr.dtype.element_ty), mask=real[None, :] & inside[:, None])

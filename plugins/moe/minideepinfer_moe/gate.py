@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import torch
 import triton
+from minideepinfer.operators.declaration import interpreting
 from torch import Tensor
 
 from minideepinfer_moe.kernels.gate import select_experts
+
+TOKENS = 8 if interpreting() else 1
+"""Tokens of a program; the interpreter's time goes by operations, not by elements."""
 
 
 def gate_logits(x: Tensor, gate: Tensor) -> Tensor:
@@ -43,14 +47,16 @@ def select(logits: Tensor, bias: Tensor, topk: int, scaling: float) -> tuple[Ten
     ids = torch.empty(tokens, topk, dtype=torch.int32, device=logits.device)
     weights = torch.empty(tokens, topk, dtype=torch.float32, device=logits.device)
     if tokens:
-        select_experts[(tokens,)](
+        select_experts[(triton.cdiv(tokens, TOKENS),)](
             logits,
             bias,
             ids,
             weights,
+            tokens,
             experts,
             topk,
             scaling,
+            TOKENS=TOKENS,
             EXPERTS=triton.next_power_of_2(max(experts, 16)),
             SLOTS=triton.next_power_of_2(topk),
             num_warps=1,

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import torch
 import triton
+from minideepinfer.operators.declaration import interpreting
 from torch import Tensor
 
 from minideepinfer_moe.kernels.rows import combine_kernel, quantize_kernel, swiglu_kernel
 from minideepinfer_moe.schedule import Schedule
 
-BLOCK = 1024
+COLUMNS = 1024
+"""Columns of a token that `combine` adds up at a time."""
+TOKENS, GROUPS = (8, 64) if interpreting() else (1, 32)
+"""Tokens, or groups of 32 values, of a program; the interpreter's time goes by operations, not by elements."""
 
 
 def quantize(x: Tensor) -> Tensor:
@@ -19,8 +23,9 @@ def quantize(x: Tensor) -> Tensor:
         x: `[T, K]`, K a multiple of 32.
     """
     out = torch.empty_like(x)
-    if x.numel():
-        quantize_kernel[(triton.cdiv(x.numel(), BLOCK),)](x, out, x.numel(), BLOCK=BLOCK)
+    groups = x.numel() // 32
+    if groups:
+        quantize_kernel[(triton.cdiv(groups, GROUPS),)](x, out, groups, GROUPS=GROUPS, num_warps=1)
     return out
 
 
@@ -40,7 +45,10 @@ def shared_expert(x: Tensor, w13: Tensor, w2: Tensor, limit: float, quantize: bo
     h = torch.mm(x, w13.t())
     tokens, inner = len(x), w2.shape[1]
     r = x.new_empty(tokens, inner)
-    swiglu_kernel[(tokens, triton.cdiv(inner, BLOCK))](h, r, inner // 32, limit, QUANTIZE=quantize, BLOCK=BLOCK)
+    groups = tokens * inner // 32
+    swiglu_kernel[(triton.cdiv(groups, GROUPS),)](
+        h, r, groups, inner // 32, limit, QUANTIZE=quantize, GROUPS=GROUPS, num_warps=1
+    )
     return torch.mm(r, w2.t())
 
 
@@ -59,15 +67,18 @@ def combine(y: Tensor, schedule: Schedule, shared: Tensor | None, dtype: torch.d
     tokens, topk = schedule.slot_rows.shape
     hidden = y.shape[1]
     out = torch.empty(tokens, hidden, dtype=dtype, device=y.device)
-    combine_kernel[(tokens, triton.cdiv(hidden, BLOCK))](
+    combine_kernel[(triton.cdiv(tokens, TOKENS),)](
         y,
         schedule.slot_rows,
         out if shared is None else shared,
         out,
+        tokens,
         topk,
         hidden // 32,
         SHARED=shared is not None,
+        TOKENS=TOKENS,
         SLOTS=triton.next_power_of_2(topk),
-        BLOCK=BLOCK,
+        PARTS=triton.cdiv(hidden, COLUMNS),
+        BLOCK=COLUMNS,
     )
     return out

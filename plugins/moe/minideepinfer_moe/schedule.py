@@ -8,12 +8,12 @@ import torch
 import triton
 from torch import Tensor
 
-from minideepinfer_moe.kernels.schedule import count_slots, sort_slots
+from minideepinfer_moe.kernels.schedule import count_slots, sort_slots, sum_counts
 
 SMALL_SLOTS = 2048
 """Up to this many, every program counts all slots for itself."""
-TILE_ENTRIES = 64
-"""Entries of the tile list that a program writes."""
+BLOCK, TILE_ENTRIES = 128, 64
+"""Slots that a program places, or entries of the tile list that it writes."""
 MAX_EXPERTS = 1023
 
 
@@ -74,8 +74,7 @@ def make_schedule(
     experts = triton.next_power_of_2(max(num_experts + 1, 16))
     max_tiles = slots // tile_rows + min(slots, num_experts)
     small = slots <= SMALL_SLOTS
-    block, part = (128, 128) if small else (512, 64)
-    num_blocks = triton.cdiv(slots, block)
+    num_blocks = triton.cdiv(slots, BLOCK)
 
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=topk_ids.device)
@@ -88,14 +87,16 @@ def make_schedule(
         empty(max_tiles, 3),
         tile_rows,
     )
-    counts = empty(0 if small else num_blocks, experts)
+    counts, totals = empty(experts, 0 if small else num_blocks), empty(experts)
     ids = topk_ids.contiguous()
     if not small:
-        count_slots[(num_blocks,)](ids, counts, slots, expert_start, num_experts, block, experts)
+        count_slots[(num_blocks,)](ids, counts, slots, expert_start, num_experts, num_blocks, BLOCK, experts)
+        sum_counts[(experts,)](counts, totals, num_blocks, BLOCKS=1024)
     sort_slots[(num_blocks + triton.cdiv(max_tiles, TILE_ENTRIES),)](
         ids,
         topk_weights.contiguous(),
         counts,
+        totals,
         schedule.sorted_tokens,
         schedule.row_weights,
         schedule.slot_rows,
@@ -108,9 +109,8 @@ def make_schedule(
         num_blocks,
         max_tiles,
         tile_rows,
-        SMALL=max(triton.next_power_of_2(slots), 128) if small else 0,
-        BLOCK=block,
-        PART=part,
+        SMALL=max(triton.next_power_of_2(slots), BLOCK) if small else 0,
+        BLOCK=BLOCK,
         EXPERTS=experts,
         TILES=TILE_ENTRIES,
         num_warps=8,

@@ -41,21 +41,6 @@ def rounded(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def decode_mxfp4(packed, exponents, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Bytes `[ROWS, COLUMNS / 2]` and E8M0 exponents `[ROWS, COLUMNS / 32]` (spec 2.2) -> float32 `[ROWS, COLUMNS]`.
-
-    Exponent and mantissa of E2M1 are shifted into place and 2^126 corrects the bias; of E8M0, 0 is the subnormal 2^-127
-    and 255 is NaN.
-    """
-    packed, exponents = packed.to(tl.int32), exponents.to(tl.int32)
-    codes = tl.join(packed & 15, packed >> 4)
-    values = (((codes & 7) << 22) | ((codes & 8) << 28)).to(tl.float32, bitcast=True) * 8.507059173023462e37
-    bits = tl.maximum(exponents << 23, 1 << 22) | (((exponents + 1) << 14) & (1 << 22))
-    values = tl.reshape(values, (ROWS, COLUMNS // 32, 32)) * bits.to(tl.float32, bitcast=True)[:, :, None]
-    return tl.reshape(values, (ROWS, COLUMNS))
-
-
-@triton.jit
 def clamped_swiglu(gate, up, limit):
     """`silu(min(gate, limit)) * clamp(up, -limit, limit)` in float32 (spec 3.10)."""
     gate = tl.minimum(gate, limit)
@@ -64,21 +49,20 @@ def clamped_swiglu(gate, up, limit):
 
 
 @triton.jit
-def qdq_fp8(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """QDQ-FP8 (spec 3.11) of float32 `[ROWS, COLUMNS]` in groups of 32 columns; float32, exact in bfloat16.
+def qdq_fp8(groups, AXIS: tl.constexpr):
+    """QDQ-FP8 (spec 3.11) of float32 groups, 32 values along axis AXIS; float32, exact in bfloat16.
 
     E4M3 rounding is done on the bits, so that the interpreter and every GPU agree with `quantization.qdq_fp8`.
     """
-    groups = tl.reshape(x, (ROWS, COLUMNS // 32, 32))
     magnitude = tl.abs(groups)
     # 2^ceil(log2(amax / 448)) from the bits: 448 = 1.75 * 2^8.
-    bits = tl.maximum(tl.max(magnitude, axis=2), 1e-4).to(tl.int32, bitcast=True)
+    bits = tl.maximum(tl.max(magnitude, axis=AXIS, keep_dims=True), 1e-4).to(tl.int32, bitcast=True)
     exponent = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
-    scale = (exponent << 23).to(tl.float32, bitcast=True)[:, :, None]
-    scaled = tl.minimum(magnitude * ((254 - exponent) << 23).to(tl.float32, bitcast=True)[:, :, None], 448.0)
+    scale = (exponent << 23).to(tl.float32, bitcast=True)
+    scaled = tl.minimum(magnitude * ((254 - exponent) << 23).to(tl.float32, bitcast=True), 448.0)
     bits = scaled.to(tl.int32, bitcast=True)
     rounded = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
     # Below 2^-6 codes are 2^-9 apart: adding 1.5 * 2^14 leaves no finer bit.
     rounded = tl.where(scaled < 0.015625, (scaled + 24576.0) - 24576.0, rounded) * scale
     signs = groups.to(tl.int32, bitcast=True) & -0x80000000
-    return tl.reshape((rounded.to(tl.int32, bitcast=True) | signs).to(tl.float32, bitcast=True), (ROWS, COLUMNS))
+    return (rounded.to(tl.int32, bitcast=True) | signs).to(tl.float32, bitcast=True)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minideepinfer.errors import OperatorError
 from minideepinfer.operators import Entered, Phase, ResidualOperator
 from minideepinfer.operators.results import checked
 
@@ -57,11 +58,11 @@ class HyperConnections:
 
 def _checked(entered: Entered, like: Tensor, phase: Phase) -> Entered:
     (tokens, streams, hidden), who = like.shape, _who(phase)
-    if not isinstance(entered, tuple) or len(entered) != 3:
-        checked(entered, (tokens, hidden), like.dtype, who)
-    checked(entered[0], like.shape, like.dtype, who)
-    checked(entered[1], (tokens, hidden), like.dtype, who)
-    site = entered[2]
+    if not isinstance(entered, Entered):
+        raise OperatorError(f"{who} returned {type(entered).__name__}; an Entered is needed")
+    checked(entered.streams, like.shape, like.dtype, who)
+    checked(entered.x, (tokens, hidden), like.dtype, who)
+    site = entered.site
     checked(getattr(site, "pre", None), (tokens, streams), torch.float32, who)
     checked(getattr(site, "post", None), (tokens, streams), torch.float32, who)
     checked(getattr(site, "comb", None), (tokens, streams, streams), torch.float32, who)

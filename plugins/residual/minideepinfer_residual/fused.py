@@ -1,4 +1,4 @@
-"""`fused`: the residual streams in one pass of Triton for each site."""
+"""`fused`: the residual streams in Triton, with a weight of a projection as the sum of two bfloat16 numbers."""
 
 from __future__ import annotations
 
@@ -16,36 +16,29 @@ from minideepinfer.operators import (
 )
 from torch import Tensor
 
-from minideepinfer_residual.kernels import finish, streams_pass
+from minideepinfer_residual.kernels.rows import rows_pass
+from minideepinfer_residual.kernels.site import make_site, project
 
 
 @dataclass(frozen=True, eq=False)
 class SplitWeights:
-    """One site's weights; `fn` is `[S, H (padded to whole tiles), N, parts]`, the parts adding up to a weight."""
+    """One site's weights; `fn` is `[S * H, N * parts]`, the neighbouring parts adding up to a weight."""
 
     fn: Tensor
     base: Tensor
     scale: Tensor
 
 
-@dataclass(frozen=True, eq=False)
-class Sums:
-    """What the programs of `streams_pass` found: `partial` `[splits, T, N]`, `squares` `[splits, 2, T]`, float32."""
-
-    partial: Tensor | None
-    squares: Tensor
-
-
 @dataclass(frozen=True)
 class Tile:
-    """How `streams_pass` is launched.
+    """How `project` is launched.
 
     Attributes:
-        rows: of a tile of the streams.
-        channels: of a tile.
+        rows: of a tile.
+        channels: of a tile, all streams side by side.
         warps: of a program.
         stages: tiles on their way to a program.
-        splits: programs among which the channels of a row are shared, at most; a power of two.
+        splits: programs among which the channels of a row are shared, at most.
     """
 
     rows: int
@@ -54,169 +47,156 @@ class Tile:
     stages: int
     splits: int
 
-    def cut(self, hidden_size: int) -> tuple[int, int]:
+    def cut(self, width: int) -> tuple[int, int]:
         """Channels of a program, and programs of a row: by the width only, so that no sum depends on the batch."""
-        width = triton.cdiv(triton.cdiv(hidden_size, self.splits), self.channels) * self.channels
-        return width, triton.cdiv(hidden_size, width)
+        share = triton.cdiv(triton.cdiv(width, self.splits), self.channels) * self.channels
+        return share, int(triton.cdiv(width, share))
 
 
-PROJECT = {torch.bfloat16: Tile(64, 32, 4, 3, 8), torch.float32: Tile(16, 32, 4, 1, 8)}
-"""With a product behind it."""
-PLAIN = {torch.bfloat16: Tile(4, 256, 4, 1, 8), torch.float32: Tile(4, 128, 4, 1, 8)}
-"""Without."""
-SITE_ROWS, NORM_ROWS, NORM_CHANNELS = 32, 4, 1024
-"""Rows whose coefficients a program of `finish` makes; rows and channels that one normalises at a time."""
-
+TILES = {torch.bfloat16: Tile(64, 128, 4, 3, 8), torch.float32: Tile(32, 32, 4, 1, 8)}
+CHANNELS, ROW_WARPS = 1024, 4
+"""Channels of a row that `rows_pass` has in registers at a time, and its warps."""
+SITE_ROWS = 32
+"""Rows whose coefficients a program makes."""
 if interpreting():  # its time goes by programs and operations, not by elements
-    PROJECT = dict.fromkeys(PROJECT, Tile(32, 128, 4, 1, 8))
-    PLAIN = dict.fromkeys(PLAIN, Tile(32, 256, 4, 1, 8))
-    NORM_ROWS = 32
+    TILES = dict.fromkeys(TILES, Tile(32, 1024, 4, 1, 8))
 
 
 def num_columns(num_streams: int) -> int:
     """N: columns of `fn`, as many as the tensor cores want."""
-    return max(16, triton.next_power_of_2(2 * num_streams + num_streams * num_streams))
+    return max(16, int(triton.next_power_of_2(2 * num_streams + num_streams * num_streams)))
 
 
-def split_weights(
-    weights: HyperConnectionWeights, problem: ResidualProblem, dtype: torch.dtype, channels: int
-) -> SplitWeights:
-    """Write `fn` as a sum of two bfloat16 numbers (or leave it in float32), in the order in which tiles read it."""
-    streams, hidden = problem.num_streams, problem.hidden_size
-    padded = triton.cdiv(hidden, channels) * channels
-    parts = 2 if dtype is torch.bfloat16 else 1
-    fn = weights.fn.new_zeros(streams, padded, num_columns(streams), parts, dtype=dtype)
-    rest = weights.fn.unflatten(1, (streams, hidden)).permute(1, 2, 0)
-    for part in range(parts):
-        rounded = rest.to(dtype)
-        fn[:, :hidden, : rest.shape[-1], part] = rounded
-        rest = rest - rounded.float()
-    return SplitWeights(fn, weights.base, weights.scale)
+def split_weights(weights: HyperConnectionWeights, dtype: torch.dtype) -> SplitWeights:
+    """Write `fn` as a sum of two bfloat16 numbers for bfloat16 streams; the interpreter multiplies float32 only."""
+    rest, parts = weights.fn.T, []
+    for _ in range(2 if dtype is torch.bfloat16 else 1):
+        parts.append(rest.to(dtype))
+        rest = rest - parts[-1].float()
+    num_streams = round((1 + len(weights.fn)) ** 0.5) - 1
+    fn = torch.stack(parts, dim=-1)
+    fn = torch.nn.functional.pad(fn, (0, 0, 0, num_columns(num_streams) - len(weights.fn))).flatten(1)
+    return SplitWeights(fn.float() if interpreting() else fn, weights.base, weights.scale)
 
 
 class FusedResidual:
     """See `ResidualOperator`."""
 
-    def __init__(self, problem: ResidualProblem, project: Tile | None = None, plain: Tile | None = None) -> None:
+    def __init__(self, problem: ResidualProblem, tile: Tile | None = None) -> None:
         self.form = "triton, interpreted" if interpreting() else "triton"
         self._problem = problem
         self._dtype: torch.dtype = getattr(torch, problem.dtype)
-        self._project = project or PROJECT[self._dtype]
-        self._plain = plain or PLAIN[self._dtype]
+        self._tile = tile or TILES[self._dtype]
 
     def transform_weights(self, weights: HyperConnectionWeights) -> SplitWeights:
         """See `split_weights`."""
-        return split_weights(weights, self._problem, self._dtype, self._project.channels)
+        return split_weights(weights, self._dtype)
 
     def enter(self, streams: Tensor, pre: Tensor, weights: SplitWeights, norm_weight: Tensor) -> Entered:
         """See `ResidualOperator.enter`."""
-        x = torch.empty_like(streams[:, 0], memory_format=torch.contiguous_format)
-        sums = self._pass(streams, pre=pre, weights=weights, collapsed=x)
-        return Entered(streams, x, self._finish(x, sums, norm_weight, weights))
+        return Entered(streams, self.collapse(streams, pre, norm_weight), self._coefficients(streams, weights))
 
     def advance(
         self, streams: Tensor, output: Tensor, site: Coefficients, weights: SplitWeights, norm_weight: Tensor
     ) -> Entered:
         """See `ResidualOperator.advance`."""
         mixed, x = torch.empty_like(streams), torch.empty_like(output)
-        sums = self._pass(streams, output, site, mixed, pre=site.pre, weights=weights, collapsed=x)
-        return Entered(mixed, x, self._finish(x, sums, norm_weight, weights))
+        self._rows(streams, output, site, mixed, site.pre, x, norm_weight)
+        return Entered(mixed, x, self._coefficients(mixed, weights))
 
     def mix(self, streams: Tensor, output: Tensor, site: Coefficients) -> Tensor:
         """See `ResidualOperator.mix`."""
         mixed = torch.empty_like(streams)
-        self._pass(streams, output, site, mixed)
+        self._rows(streams, output, site, mixed)
         return mixed
 
     def collapse(self, streams: Tensor, pre: Tensor, norm_weight: Tensor | None) -> Tensor:
         """See `ResidualOperator.collapse`."""
-        x = torch.empty_like(streams[:, 0], memory_format=torch.contiguous_format)
-        sums = self._pass(streams, pre=pre, collapsed=x)
-        if norm_weight is not None:
-            self._finish(x, sums, norm_weight)
+        x = streams.new_empty(len(streams), streams.shape[2])
+        self._rows(streams, pre=pre, x=x, norm_weight=norm_weight)
         return x
 
-    def _pass(
+    def _rows(
         self,
         streams: Tensor,
         output: Tensor | None = None,
         site: Coefficients | None = None,
         mixed: Tensor | None = None,
         pre: Tensor | None = None,
-        weights: SplitWeights | None = None,
-        collapsed: Tensor | None = None,
-    ) -> Sums:
-        """Read the streams once: mix if there is a site, collapse if there is `pre`, project if there are weights."""
+        x: Tensor | None = None,
+        norm_weight: Tensor | None = None,
+    ) -> None:
+        """Read the streams once: into `mixed` if there is a site, and into x if there is `pre`."""
         tokens, num_streams, hidden = streams.shape
-        columns, tile = num_columns(num_streams), self._plain if weights is None else self._project
-        split_width, splits = tile.cut(hidden)
-        squares = streams.new_empty(splits, 2, tokens, dtype=torch.float32)
-        partial = None
-        if weights is not None:
-            partial = streams.new_empty(splits, tokens, columns, dtype=torch.float32)
-        if tokens:
-            streams_pass[triton.cdiv(tokens, tile.rows), splits](
-                streams,
-                output,
-                pre,
-                None if site is None else site.post,
-                None if site is None else site.comb,
-                None if weights is None else weights.fn,
-                mixed,
-                collapsed,
-                partial,
-                squares,
-                tokens,
-                hidden,
-                split_width,
-                0 if weights is None else weights.fn.shape[1],
-                S=num_streams,
-                N=columns,
-                PARTS=2 if self._dtype is torch.bfloat16 else 1,
-                MIX=site is not None,
-                COLLAPSE=pre is not None,
-                PROJECT=weights is not None,
-                BT=tile.rows,
-                BH=tile.channels,
-                num_warps=tile.warps,
-                num_stages=tile.stages,
-            )
-        return Sums(partial, squares)
+        if not tokens:
+            return
+        rows_pass[(tokens,)](
+            streams,
+            output,
+            pre,
+            None if site is None else site.post,
+            None if site is None else site.comb,
+            norm_weight,
+            mixed,
+            x,
+            hidden,
+            self._problem.rms_norm_eps,
+            S=num_streams,
+            MIX=mixed is not None,
+            COLLAPSE=x is not None,
+            NORM=norm_weight is not None,
+            CHUNKS=triton.cdiv(hidden, CHANNELS),
+            BH=CHANNELS,
+            num_warps=ROW_WARPS,
+        )
 
-    def _finish(self, x: Tensor, sums: Sums, norm_weight: Tensor, weights: SplitWeights | None = None) -> Coefficients:
-        """Normalise x in place; make the coefficients if there are weights."""
-        tokens, num_streams = len(x), self._problem.num_streams
-        pre, post = (norm_weight.new_empty(tokens, num_streams) for _ in range(2))
-        site = Coefficients(pre, post, norm_weight.new_empty(tokens, num_streams, num_streams))
-        site_programs = 0 if weights is None else triton.cdiv(tokens, SITE_ROWS)
-        if tokens:
-            finish[(site_programs + triton.cdiv(tokens, NORM_ROWS),)](
-                sums.partial,
-                sums.squares,
-                None if weights is None else weights.base,
-                None if weights is None else weights.scale,
-                norm_weight,
-                site.pre,
-                site.post,
-                site.comb,
-                x,
-                tokens,
-                x.shape[1],
-                len(sums.squares),
-                site_programs,
-                self._problem.rms_norm_eps,
-                self._problem.hc_eps,
-                self._problem.sinkhorn_iterations,
-                S=num_streams,
-                SP=triton.next_power_of_2(num_streams),
-                N=num_columns(num_streams),
-                PROJECT=weights is not None,
-                SPLITS=triton.next_power_of_2(len(sums.squares)),
-                BS=SITE_ROWS,
-                BN=NORM_ROWS,
-                BH=NORM_CHANNELS,
-                num_warps=4,
-            )
+    def _coefficients(self, streams: Tensor, weights: SplitWeights) -> Coefficients:
+        """Those of the site that streams `[T, S, H]` enter."""
+        tokens, num_streams, hidden = streams.shape
+        width, columns, tile = num_streams * hidden, num_columns(num_streams), self._tile
+        share, splits = tile.cut(width)
+        base = weights.base
+        pre, post = base.new_empty(tokens, num_streams), base.new_empty(tokens, num_streams)
+        site = Coefficients(pre, post, base.new_empty(tokens, num_streams, num_streams))
+        if not tokens:
+            return site
+        partial, squares = base.new_empty(splits, tokens, columns), base.new_empty(splits, tokens)
+        project[triton.cdiv(tokens, tile.rows), splits](
+            streams,
+            weights.fn,
+            partial,
+            squares,
+            tokens,
+            width,
+            share,
+            N=columns,
+            PARTS=weights.fn.shape[1] // columns,
+            BT=tile.rows,
+            BK=tile.channels,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+        )
+        make_site[(triton.cdiv(tokens, SITE_ROWS),)](
+            partial,
+            squares,
+            base,
+            weights.scale,
+            pre,
+            post,
+            site.comb,
+            tokens,
+            width,
+            splits,
+            self._problem.rms_norm_eps,
+            self._problem.hc_eps,
+            self._problem.sinkhorn_iterations,
+            S=num_streams,
+            SP=triton.next_power_of_2(num_streams),
+            N=columns,
+            SPLITS=triton.next_power_of_2(splits),
+            BT=SITE_ROWS,
+            num_warps=4,
+        )
         return site
 
 

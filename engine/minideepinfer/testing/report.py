@@ -16,6 +16,8 @@ def lines(report: Report) -> list[str]:
     text = [
         f"{report.title}: {verdict}; {report.calls} calls, {report.refused.total()} refused, {worst}, "
         f"{report.seconds:.1f} s",
+        f"  drawn: {report.drawn} problems, of which it refuses {report.declined} "
+        f"({report.declined / max(report.drawn, 1):.1%})",
         f"  holds: {', '.join(report.held) or 'nothing'}",
     ]
     if report.forms:
@@ -38,6 +40,8 @@ def data(report: Report) -> dict[str, Any]:
         "passed": report.passed,
         "calls": report.calls,
         "refused": dict(report.refused),
+        "drawn": report.drawn,
+        "declined": report.declined,
         "worst": report.worst,
         "forms": dict(report.forms),
         "seconds": round(report.seconds, 2),

@@ -37,10 +37,22 @@ class Tally:
 
     ran: int = 0
     refused: Counter[str] = field(default_factory=Counter)
+    drawn: int = 0
+    """Problems drawn, and how many of these were refused although the operator declares their phase."""
+    declined: int = 0
     worst: float = 0.0
     """Largest error, in units of its bound."""
     forms: Counter[str] = field(default_factory=Counter)
     """Which form of the operator ran (a built operator may say so in `form`, e.g. `gluon` or `interpreted`)."""
+
+    def add(self, other: Tally) -> None:
+        """Count what another check counted."""
+        self.ran += other.ran
+        self.refused += other.refused
+        self.drawn += other.drawn
+        self.declined += other.declined
+        self.worst = max(self.worst, other.worst)
+        self.forms += other.forms
 
 
 class Subject:
@@ -68,6 +80,12 @@ class Subject:
     def dtypes(self) -> tuple[str, ...]:
         """The compute dtypes that the operator declares."""
         return self.registered.declaration.support.dtypes
+
+    def count_drawn(self, case: Any) -> None:
+        """Note that a case was drawn, and whether it is refused."""
+        self.tally.drawn += 1
+        if case.problem.phase in self.registered.declaration.support.phases and self.obstacles(case):
+            self.tally.declined += 1
 
     @property
     def interpreted(self) -> bool:

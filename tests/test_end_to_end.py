@@ -12,7 +12,7 @@ from minideepinfer.operators import OperatorRegistry, Phase, RegisteredOperator,
 from minideepinfer.testing import end_to_end, loading
 from minideepinfer.testing.checking import FAILED, PASSED, Outcome, check_one
 from minideepinfer.testing.contract import Violation
-from minideepinfer.testing.models import MODELS, checkpoint
+from minideepinfer.testing.models import MODELS, altered_copy, checkpoint
 from minideepinfer.testing.search import PROFILES
 from minideepinfer.testing.subject import Subject
 from minideepinfer.testing.tolerances import conformance
@@ -42,13 +42,14 @@ def test_every_family_is_run_in_a_model(family: str, name: str) -> None:
 
 def test_an_operator_is_used_where_it_serves() -> None:
     decode = subject_of(support=Support(phases=(Phase.DECODE,)))
-    places = end_to_end.served_places(decode, checkpoint("small"), "float32")
+    path, places = end_to_end.nearest_model(decode, "float32")
+    assert path == checkpoint("small")
     assert places == [("attention", layer, Phase.DECODE) for layer in range(5)]
     assert check(decode).status == PASSED
     # Decode rows come in three of the five steps, in both dtypes.
     assert decode.tally.ran == 2 * 3 * 5
     pooled = subject_of(refuses=lambda problem: [] if problem.compress_ratio == 2 else ["has no pairs"])
-    assert {key[1] for key in end_to_end.served_places(pooled, checkpoint("small"), "float32")} == {1, 2}
+    assert {key[1] for key in end_to_end.nearest_model(pooled, "float32")[1]} == {1, 2}
     assert check(pooled).status == PASSED
 
 
@@ -63,7 +64,7 @@ def test_the_nearest_model_is_taken(monkeypatch: pytest.MonkeyPatch, head_dim: i
 
 def test_an_operator_that_serves_no_model_fails() -> None:
     outcome = check(subject_of(refuses=lambda problem: ["has a face, needs none"]))
-    assert outcome.status == FAILED and "serves no layer of any model" in outcome.reason
+    assert outcome.status == FAILED and "serves no layer of any model that the kit makes: has a face" in outcome.reason
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -128,8 +129,6 @@ def test_a_loader_that_guesses_the_block_is_noticed(monkeypatch: pytest.MonkeyPa
 def test_a_loader_that_accepts_anything_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "model_with", lambda *args: None)
     subject = subject_of()
-    places = end_to_end.served_places(subject, checkpoint("small"), "float32")
-    from minideepinfer.testing.models import altered_copy
-
+    path, places = end_to_end.nearest_model(subject, "float32")
     with pytest.raises(Violation, match="a checkpoint that contradicts its config is loaded"):
-        loading._refused(subject, altered_copy(checkpoint("small")), places, ("a block size",))
+        loading._refused(subject, altered_copy(path), places, ("a block size",))

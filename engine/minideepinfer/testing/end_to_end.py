@@ -56,21 +56,38 @@ BOUNDS: dict[str, Bound] = {"attention": _attention_bound, "moe": _moe_bound}
 def end_to_end(subject: Subject) -> None:
     """The comparison in every compute dtype, in the first model of which the operator serves a layer."""
     for dtype in subject.dtypes[:1] if subject.interpreted else subject.dtypes:
-        for name in MODELS:
-            if places := served_places(subject, checkpoint(name), dtype):
-                Comparison(subject, checkpoint(name), dtype, places).check()
-                break
-        else:
-            raise Refused("serves no layer of any model that the kit makes")
+        path, places = nearest_model(subject, dtype)
+        Comparison(subject, path, dtype, places).check()
 
 
-def served_places(subject: Subject, path: Path, dtype: str) -> list[PlanKey]:
-    """Layers and phases of a model that the operator serves."""
+def nearest_model(subject: Subject, dtype: str, block: tuple[int, int] = (32, 32)) -> tuple[Path, list[PlanKey]]:
+    """The first model of which the operator serves a layer, with the layers and phases that it serves.
+
+    Args:
+        subject: the operator.
+        dtype: compute dtype.
+        block: see `checkpoint`.
+
+    Raises:
+        Refused: it serves none of any.
+    """
+    reasons: dict[str, None] = {}
+    for name in MODELS:
+        path = checkpoint(name, block)
+        refusals = _refusals(subject, path, dtype)
+        if places := [key for key, found in refusals.items() if not found]:
+            return path, places
+        reasons |= dict.fromkeys(reason for found in refusals.values() for reason in found)
+    raise Refused(f"serves no layer of any model that the kit makes: {'; '.join(list(reasons)[:3])}")
+
+
+def _refusals(subject: Subject, path: Path, dtype: str) -> dict[PlanKey, tuple[str, ...]]:
+    """Why the operator does not serve the layers and phases of a model."""
     config = engine_config(subject, dtype, [])
     capability = torch.cuda.get_device_capability(subject.device) if subject.device.type == "cuda" else None
     problems = layer_problems(ModelConfig.from_file(path), config, subject.device.type, capability)
-    family, declaration = subject.registered.declaration.family, subject.registered.declaration
-    return [key for key, problem in problems.items() if key[0] == family and not obstacles(declaration, problem)]
+    declaration = subject.registered.declaration
+    return {key: obstacles(declaration, p) for key, p in problems.items() if key[0] == declaration.family}
 
 
 def engine_config(subject: Subject, dtype: str, places: Sequence[PlanKey]) -> EngineConfig:

@@ -14,9 +14,9 @@ from torch import Tensor
 from minideepinfer.errors import MiniDeepInferError
 from minideepinfer.operators.plan import PlanKey
 from minideepinfer.runtime.runner import Runner
-from minideepinfer.testing.contract import Refused, Violation
-from minideepinfer.testing.end_to_end import Comparison, model_with, served_places
-from minideepinfer.testing.models import MODELS, altered_copy, checkpoint
+from minideepinfer.testing.contract import Violation
+from minideepinfer.testing.end_to_end import Comparison, model_with, nearest_model
+from minideepinfer.testing.models import altered_copy
 from minideepinfer.testing.subject import Subject
 from minideepinfer.testing.tensors import same_bits
 
@@ -28,18 +28,19 @@ SHORT = ((9, 5), (1, 1))
 
 def l1(subject: Subject) -> None:
     """FP8 weights are decoded with the block size of the config, or refused; never guessed."""
+    dtype = subject.dtypes[0]
     for block in BLOCKS:
-        name, places = _nearest(subject, block)
-        path, dtype = _every_scale_its_own(checkpoint(name, block), block), subject.dtypes[0]
+        nearest, places = nearest_model(subject, dtype, block)
+        path = _every_scale_its_own(nearest)
         runner = model_with(subject, path, dtype, places)
         _check_dense(runner, path, block)
         Comparison(subject, path, dtype, places, SHORT).check()
-    name, places = _nearest(subject, BLOCKS[0])
+    released, places = nearest_model(subject, dtype)
     for block_size, words in (
         ([128, 128], (".scale", "has shape", "blocks of 128 x 128", "look like blocks of 32 x 32")),
         (None, ("weight_block_size",)),
     ):
-        path = altered_copy(checkpoint(name))
+        path = altered_copy(released)
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
         config["quantization_config"]["weight_block_size"] = block_size
         if block_size is None:
@@ -50,8 +51,8 @@ def l1(subject: Subject) -> None:
 
 def l2(subject: Subject) -> None:
     """Experts have one scale for 32 logical columns, though bytes on disk over scales is 16."""
-    name, places = _nearest(subject, BLOCKS[0])
-    path, dtype = checkpoint(name), subject.dtypes[0]
+    dtype = subject.dtypes[0]
+    path, places = nearest_model(subject, dtype)
     runner = model_with(subject, path, dtype, places)
     _check_experts(runner, path)
     Comparison(subject, path, dtype, places, SHORT).check()
@@ -62,14 +63,6 @@ def l2(subject: Subject) -> None:
             tensors[key] = torch.cat([tensors[key].view(torch.uint8)] * 2, 1).view(tensors[key].dtype)
         save_file(tensors, file)
     _refused(subject, finer, places, ("experts.0.w1.scale", "blocks of 1 x 32", "look like blocks of 1 x 16"))
-
-
-def _nearest(subject: Subject, block: tuple[int, int]) -> tuple[str, Sequence[PlanKey]]:
-    """The first model of which the operator serves a layer, and where."""
-    for name in MODELS:
-        if places := served_places(subject, checkpoint(name, block), subject.dtypes[0]):
-            return name, places
-    raise Refused("serves no layer of any model that the kit makes")
 
 
 def _refused(subject: Subject, path: Path, places: Sequence[PlanKey], words: Sequence[str]) -> None:
@@ -84,7 +77,7 @@ def _refused(subject: Subject, path: Path, places: Sequence[PlanKey], words: Seq
         shutil.rmtree(path.parent, ignore_errors=True)
 
 
-def _every_scale_its_own(path: Path, block: tuple[int, int]) -> Path:
+def _every_scale_its_own(path: Path) -> Path:
     """A copy in which neighbouring blocks of `layers.1.attn.wq_a` have different powers of two."""
     copy = altered_copy(path)
     for file in copy.glob("*.safetensors"):

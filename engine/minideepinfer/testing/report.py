@@ -16,10 +16,11 @@ def lines(report: Report) -> list[str]:
     text = [
         f"{report.title}: {verdict}; {report.calls} calls, {report.refused.total()} refused, {worst}, "
         f"{report.seconds:.1f} s",
-        f"  drawn: {report.drawn} problems, of which it refuses {report.declined} "
-        f"({report.declined / max(report.drawn, 1):.1%})",
         f"  holds: {', '.join(report.held) or 'nothing'}",
     ]
+    if report.drawn:
+        share = report.declined / report.drawn
+        text.append(f"  drawn: {report.drawn} problems, of which it refuses {report.declined} ({share:.1%})")
     if report.forms:
         text.append("  form: " + ", ".join(f"{form} ({count} calls)" for form, count in report.forms.most_common()))
     text += [f"  refused {count} times: {reason}" for reason, count in report.refused.most_common(5)]

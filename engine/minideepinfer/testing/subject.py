@@ -206,28 +206,11 @@ class Subject:
 
     def measure(self, error: Tensor, bound: Tensor, what: str) -> None:
         """Errors against bounds of the same shape; NaN in place of a number is a violation."""
-        if not error.numel():
-            return
-        ratio = (error / bound.clamp(min=1e-300)).nan_to_num(nan=torch.inf)
-        worst = float(ratio.max())
-        if worst > 1.0:
-            place = torch.unravel_index(ratio.argmax(), ratio.shape)
-            where = [int(i) for i in place]
-            raise Violation(f"{what} at {where}: error {float(error[place]):.3g}, bound {float(bound[place]):.3g}")
-        self.tally.worst = max(self.tally.worst, worst)
+        self.tally.worst = max(self.tally.worst, in_bounds(error, bound, what))
 
     def reference_operator(self, family: str) -> RegisteredOperator:
-        """The operator of a family that the others are compared with.
-
-        Raises:
-            OperatorError: none is registered.
-        """
-        for operator in self._references.operators(family):
-            if operator.declaration.tier is Tier.REFERENCE:
-                return operator
-        raise OperatorError(
-            f"no {family} operator of tier reference is registered; mini-deepinfer's own plugin has one"
-        )
+        """The operator of a family that the others are compared with."""
+        return reference_operator(self._references, family)
 
     def _operator(self, registered: RegisteredOperator, problem: Problem, rank: int = 0) -> Any:
         if (registered, problem, rank) not in self._built:
@@ -250,6 +233,40 @@ class Subject:
     def _note_form(self, operator: Any) -> None:
         if form := getattr(operator, "form", ""):
             self.tally.forms[form] += 1
+
+
+def in_bounds(error: Tensor, bound: Tensor, what: str) -> float:
+    """The largest error in units of its bound.
+
+    Args:
+        error: any shape.
+        bound: same shape.
+        what: is compared, for the message.
+
+    Raises:
+        Violation: an error is larger than its bound, or NaN.
+    """
+    if not error.numel():
+        return 0.0
+    ratio = (error / bound.clamp(min=1e-300)).nan_to_num(nan=torch.inf)
+    worst = float(ratio.max())
+    if worst > 1.0:
+        place = torch.unravel_index(ratio.argmax(), ratio.shape)
+        where = [int(i) for i in place]
+        raise Violation(f"{what} at {where}: error {float(error[place]):.3g}, bound {float(bound[place]):.3g}")
+    return worst
+
+
+def reference_operator(registry: OperatorRegistry, family: str) -> RegisteredOperator:
+    """The operator of a family that the others are compared with.
+
+    Raises:
+        OperatorError: none is registered.
+    """
+    for operator in registry.operators(family):
+        if operator.declaration.tier is Tier.REFERENCE:
+            return operator
+    raise OperatorError(f"no {family} operator of tier reference is registered; mini-deepinfer's own plugin has one")
 
 
 @contextmanager

@@ -62,7 +62,7 @@ def test_the_command_passes_the_one_and_fails_the_other_with_a_shrunk_input(acme
     assert tiled["passed"] and tiled["calls"] > 500 and 0 < tiled["worst"] <= 1 and not tiled["refused"]
     assert not broken["passed"]
     failed = {outcome["name"]: outcome for outcome in broken["outcomes"] if outcome["status"] == "failed"}
-    assert set(failed) == {"matches-reference", "A3"}
+    assert set(failed) == {"matches-reference", "A3", "L1", "L2", "end-to-end"}
     assert not failed["matches-reference"]["crash"]
     code = failed["matches-reference"]["code"]
     # Shrunk: one row, one head.
@@ -79,14 +79,15 @@ def test_a_stranger_needs_no_test_file(acme: Path) -> None:
     assert passed.returncode == 0, passed.stdout
     failed = python(acme, *collect, "acme_ops:attention/acme-broken")
     assert failed.returncode == 1
-    assert "2 failed" in failed.stdout and "replay('attention:acme-broken', 'A3')" in failed.stdout
+    assert "5 failed" in failed.stdout and "replay('attention:acme-broken', 'A3')" in failed.stdout
 
 
 def test_the_command_prints_what_holds(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ops", "check", "comm:single", "--seed", "3"]) == 0
     text = capsys.readouterr().out
     assert "profile quick, seed 3, device cpu" in text
-    assert "comm:single (mini-deepinfer" in text and "passed" in text and "0 refused" in text
+    assert "comm:single (mini-deepinfer" in text and "passed" in text
+    assert "has world size 4, needs 1" in text and "problems, of which it refuses 0 (0.0%)" in text
     assert "identity-round-trip" in text and "1 of 1 operators passed" in text
 
 
@@ -134,7 +135,8 @@ def test_an_exception_in_run_fails(registry: OperatorRegistry) -> None:
 def test_an_operator_that_refuses_everything_fails(registry: OperatorRegistry) -> None:
     report = check_operator(_operator(refuses=lambda problem: ["has a face, needs none"]), registry, SMALL)
     assert not report.calls
-    assert {outcome.name for outcome in report.failures} == {"A1", "A2", "A3", "serves-something"}
+    cases = {"A1", "A2", "A3", "L1", "L2", "end-to-end"}
+    assert {outcome.name for outcome in report.failures} == {*cases, "serves-something"}
     assert report.refused.total() > 20 and list(report.refused) == ["has a face, needs none"]
 
 

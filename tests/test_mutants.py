@@ -55,7 +55,7 @@ def test_a_correct_operator_passes(operator: RegisteredOperator) -> None:
     report = check_operator(operator, REGISTRY, QUICK)
     assert report.passed, report.failures
     assert len(report.held) == len(report.outcomes)
-    assert not report.refused, "a built-in operator refuses nothing that the kit draws"
+    assert report.drawn > 100 and not report.declined, "these refuse nothing that the kit draws"
 
 
 def test_there_are_enough_different_faults(capsys: pytest.CaptureFixture[str]) -> None:

@@ -87,6 +87,8 @@ def _support(support: Any) -> list[str]:
         value = getattr(support, name)
         if value is not None and not (isinstance(value, tuple) and [type(part) for part in value] == [int, int]):
             found.append(f"has support.{name} {value!r}; (major, minor) or None is needed")
+    if not isinstance(support.interpreted, bool):
+        found.append(f"has support.interpreted {support.interpreted!r}; True or False is needed")
     if _strings(support.requires) and (dotted := [name for name in support.requires if not name.isidentifier()]):
         found.append(f"has support.requires {dotted!r}; only top-level modules can be looked up without importing")
     return found

@@ -18,9 +18,9 @@ from torch import Tensor
 from minideepinfer.operators import TOKEN_INDICES, OperatorRegistry, RegisteredOperator, Selection
 from minideepinfer.testing.bounds import attention_bound, index_scores
 from minideepinfer.testing.contract import Conformance, ExplicitCase, Outputs, Relation, Violation
+from minideepinfer.testing.end_to_end import pair_end_to_end
 from minideepinfer.testing.families import attention, indexer
 from minideepinfer.testing.families.indexer_cases import CHUNKS, grouped, tied
-from minideepinfer.testing.pairs import pair_end_to_end
 from minideepinfer.testing.recipes.batch import BatchRecipe, move_pages
 from minideepinfer.testing.recipes.chain import ChainCase, ChainRecipe, complete
 from minideepinfer.testing.recipes.indexer import ROLES, IndexerCase

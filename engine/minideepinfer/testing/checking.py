@@ -14,6 +14,7 @@ from minideepinfer.errors import OperatorError
 from minideepinfer.operators import FAMILIES, OperatorRegistry, RegisteredOperator
 from minideepinfer.testing.chains import conformances, unfinished
 from minideepinfer.testing.contract import Conformance, Crash, ExplicitCase, Refused, Relation, Violation
+from minideepinfer.testing.coverage import MOST_REFUSED, is_built_in, packaged_configs, uncovered
 from minideepinfer.testing.search import Failure, Profile, judging, search
 from minideepinfer.testing.subject import Subject, Tally
 
@@ -51,6 +52,8 @@ class Report:
         worst: largest error in units of its bound.
         seconds: it took.
         forms: which forms of the operator ran, with counts; empty if it does not say.
+        drawn: problems drawn at random.
+        declined: how many of these it refused, though it declares their phase.
     """
 
     title: str
@@ -60,6 +63,8 @@ class Report:
     worst: float
     seconds: float
     forms: Counter[str] = field(default_factory=Counter)
+    drawn: int = 0
+    declined: int = 0
 
     @property
     def failures(self) -> tuple[Outcome, ...]:
@@ -96,16 +101,38 @@ def check_operator(
     for family, relation in entries(operator, registry):
         subject = Subject(operator, registry, family, device)
         outcomes.append(check_one(subject, relation, profile, seed))
-        tally.ran += subject.tally.ran
-        tally.refused += subject.tally.refused
-        tally.worst = max(tally.worst, subject.tally.worst)
-        tally.forms += subject.tally.forms
+        tally.add(subject.tally)
     outcomes += [Outcome("completed", FAILED, reason) for reason in unfinished(operator, registry)]
+    if is_built_in(operator) and operator.declaration.support.serves(device):
+        outcomes += _coverage(operator, tally, device)
     if not tally.ran and operator.declaration.support.serves(device):
         reasons = "; ".join(tally.refused) or "nothing was asked"
         outcomes.append(Outcome("serves-something", FAILED, f"every case was skipped on {device}: {reasons}"))
     seconds = time.perf_counter() - start
-    return Report(operator.title, tuple(outcomes), tally.ran, tally.refused, tally.worst, seconds, tally.forms)
+    return Report(
+        operator.title,
+        tuple(outcomes),
+        tally.ran,
+        tally.refused,
+        tally.worst,
+        seconds,
+        tally.forms,
+        tally.drawn,
+        tally.declined,
+    )
+
+
+def _coverage(operator: RegisteredOperator, tally: Tally, device: str) -> list[Outcome]:
+    """What is asked of built-in operators only: they serve this package's models, and refuse little."""
+    capability = torch.cuda.get_device_capability() if device == "cuda" else None
+    refused = uncovered(operator, packaged_configs(), device, capability)
+    reason = f"refuses {len(refused)} problems of the packaged models, e.g. {refused[0]}" if refused else ""
+    found = [Outcome("covers-models", FAILED if refused else PASSED, reason)]
+    if tally.drawn:
+        too_many = tally.declined > MOST_REFUSED * tally.drawn
+        reason = f"refuses {tally.declined} of {tally.drawn} drawn problems; at most {MOST_REFUSED:.0%} may be"
+        found.append(Outcome("refuses-few", FAILED if too_many else PASSED, reason if too_many else ""))
+    return found
 
 
 def entries(

@@ -8,11 +8,13 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
+import torch
 
 from minideepinfer.operators import OperatorRegistry, RegisteredOperator, load_registry
 from minideepinfer.testing.chains import conformances
 from minideepinfer.testing.checking import FAILED, SKIPPED, check_one, entries, find_operators
 from minideepinfer.testing.contract import Conformance, ExplicitCase, Relation
+from minideepinfer.testing.coverage import is_built_in, packaged_configs, uncovered
 from minideepinfer.testing.search import PROFILES, edge_recipes
 from minideepinfer.testing.subject import Subject
 
@@ -63,3 +65,13 @@ def test_it_serves_something(operator: RegisteredOperator, pytestconfig: pytest.
         reasons += [subject.obstacles(recipe.build()) for recipe in edge_recipes(family, subject.dtypes)]
     if all(reasons):
         pytest.fail(f"{operator.title} refuses every edge case: {reasons[0]}", pytrace=False)
+
+
+def test_it_covers_the_packaged_models(operator: RegisteredOperator, pytestconfig: pytest.Config) -> None:
+    """A built-in operator serves every layer of the models that this package carries, where it claims the device."""
+    device = pytestconfig.getoption("--operator-device")
+    if not is_built_in(operator) or not operator.declaration.support.serves(device):
+        pytest.skip("asked of built-in operators, on devices that they claim")
+    capability = torch.cuda.get_device_capability() if device == "cuda" else None
+    if refused := uncovered(operator, packaged_configs(), device, capability):
+        pytest.fail(f"{operator.title} refuses {refused[0]}", pytrace=False)

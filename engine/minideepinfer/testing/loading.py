@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from minideepinfer.errors import MiniDeepInferError
-from minideepinfer.operators.plan import PlanKey
 from minideepinfer.runtime.runner import Runner
-from minideepinfer.testing.contract import Refused, Violation
-from minideepinfer.testing.end_to_end import Comparison, model_with, served_places
-from minideepinfer.testing.models import MODELS, altered_copy, checkpoint
+from minideepinfer.testing.contract import Violation
+from minideepinfer.testing.end_to_end import compare_in_model, nearest_model, ops_at
+from minideepinfer.testing.models import altered_copy
+from minideepinfer.testing.rehearsal import Stage
 from minideepinfer.testing.subject import Subject
 from minideepinfer.testing.tensors import same_bits
 
@@ -28,63 +30,60 @@ SHORT = ((9, 5), (1, 1))
 
 def l1(subject: Subject) -> None:
     """FP8 weights are decoded with the block size of the config, or refused; never guessed."""
+    dtype = subject.dtypes[0]
     for block in BLOCKS:
-        name, places = _nearest(subject, block)
-        path, dtype = _every_scale_its_own(checkpoint(name, block), block), subject.dtypes[0]
-        runner = model_with(subject, path, dtype, places)
-        _check_dense(runner, path, block)
-        Comparison(subject, path, dtype, places, SHORT).check()
-    name, places = _nearest(subject, BLOCKS[0])
+        stage, places = nearest_model(subject, dtype, block)
+        stage = replace(stage, path=_every_scale_its_own(stage.path), steps=SHORT)
+        _check_dense(stage.runner(ops_at(subject, places)), stage.path, block)
+        compare_in_model(subject, stage, places)
+    stage, places = nearest_model(subject, dtype)
     for block_size, words in (
         ([128, 128], (".scale", "has shape", "blocks of 128 x 128", "look like blocks of 32 x 32")),
         (None, ("weight_block_size",)),
     ):
-        path = altered_copy(checkpoint(name))
+        path = altered_copy(stage.path)
         config = json.loads((path / "config.json").read_text(encoding="utf-8"))
         config["quantization_config"]["weight_block_size"] = block_size
         if block_size is None:
             del config["quantization_config"]["weight_block_size"]
         (path / "config.json").write_text(json.dumps(config), encoding="utf-8")
-        _refused(subject, path, places, words)
+        must_refuse(replace(stage, path=path), ops_at(subject, places), words)
 
 
 def l2(subject: Subject) -> None:
     """Experts have one scale for 32 logical columns, though bytes on disk over scales is 16."""
-    name, places = _nearest(subject, BLOCKS[0])
-    path, dtype = checkpoint(name), subject.dtypes[0]
-    runner = model_with(subject, path, dtype, places)
-    _check_experts(runner, path)
-    Comparison(subject, path, dtype, places, SHORT).check()
-    finer = altered_copy(path)
+    stage, places = nearest_model(subject, subject.dtypes[0])
+    stage = replace(stage, steps=SHORT)
+    _check_experts(stage.runner(ops_at(subject, places)), stage.path)
+    compare_in_model(subject, stage, places)
+    finer = altered_copy(stage.path)
     for file in finer.glob("*.safetensors"):
         tensors = load_file(file)
         for key in [key for key in tensors if key.endswith("experts.0.w1.scale") and "shared" not in key]:
             tensors[key] = torch.cat([tensors[key].view(torch.uint8)] * 2, 1).view(tensors[key].dtype)
         save_file(tensors, file)
-    _refused(subject, finer, places, ("experts.0.w1.scale", "blocks of 1 x 32", "look like blocks of 1 x 16"))
+    words = ("experts.0.w1.scale", "blocks of 1 x 32", "look like blocks of 1 x 16")
+    must_refuse(replace(stage, path=finer), ops_at(subject, places), words)
 
 
-def _nearest(subject: Subject, block: tuple[int, int]) -> tuple[str, Sequence[PlanKey]]:
-    """The first model of which the operator serves a layer, and where."""
-    for name in MODELS:
-        if places := served_places(subject, checkpoint(name, block), subject.dtypes[0]):
-            return name, places
-    raise Refused("serves no layer of any model that the kit makes")
+def must_refuse(stage: Stage, ops: Mapping[str, Any], words: Sequence[str]) -> None:
+    """A checkpoint that contradicts its config is refused in these words, whatever the operators; it is then removed.
 
-
-def _refused(subject: Subject, path: Path, places: Sequence[PlanKey], words: Sequence[str]) -> None:
+    Raises:
+        Violation: it is not.
+    """
     try:
-        model_with(subject, path, subject.dtypes[0], places)
+        stage.runner(ops)
     except MiniDeepInferError as error:
         if missing := [word for word in words if word not in str(error)]:
-            raise Violation(f"{path.name}: refused without {missing}: {error}") from None
+            raise Violation(f"refused without {missing}: {error}") from None
     else:
         raise Violation(f"a checkpoint that contradicts its config is loaded; {', '.join(words)} was to be refused")
     finally:
-        shutil.rmtree(path.parent, ignore_errors=True)
+        shutil.rmtree(stage.path.parent, ignore_errors=True)
 
 
-def _every_scale_its_own(path: Path, block: tuple[int, int]) -> Path:
+def _every_scale_its_own(path: Path) -> Path:
     """A copy in which neighbouring blocks of `layers.1.attn.wq_a` have different powers of two."""
     copy = altered_copy(path)
     for file in copy.glob("*.safetensors"):

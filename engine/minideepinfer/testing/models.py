@@ -65,9 +65,13 @@ def model_config(name: str, block: tuple[int, int] = (32, 32)) -> dict[str, Any]
     return config
 
 
-@cache
 def checkpoint(name: str, block: tuple[int, int] = (32, 32)) -> Path:
     """The checkpoint of a model, written once for this process and removed when it ends."""
+    return _made(name, block)
+
+
+@cache
+def _made(name: str, block: tuple[int, int]) -> Path:
     directory = _folder()
     (directory / "config.json").write_text(json.dumps(model_config(name, block)), encoding="utf-8")
     make_tiny(directory / "checkpoint", directory / "config.json")

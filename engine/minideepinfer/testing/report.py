@@ -18,6 +18,9 @@ def lines(report: Report) -> list[str]:
         f"{report.seconds:.1f} s",
         f"  holds: {', '.join(report.held) or 'nothing'}",
     ]
+    if report.drawn:
+        share = report.declined / report.drawn
+        text.append(f"  drawn: {report.drawn} problems, of which it refuses {report.declined} ({share:.1%})")
     if report.forms:
         text.append("  form: " + ", ".join(f"{form} ({count} calls)" for form, count in report.forms.most_common()))
     text += [f"  refused {count} times: {reason}" for reason, count in report.refused.most_common(5)]
@@ -38,6 +41,8 @@ def data(report: Report) -> dict[str, Any]:
         "passed": report.passed,
         "calls": report.calls,
         "refused": dict(report.refused),
+        "drawn": report.drawn,
+        "declined": report.declined,
         "worst": report.worst,
         "forms": dict(report.forms),
         "seconds": round(report.seconds, 2),

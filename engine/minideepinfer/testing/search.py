@@ -105,6 +105,7 @@ def _drawn(subject: Subject, relation: Relation, profile: Profile, seed: int) ->
 
     def check(recipe: Any) -> None:
         last[0] = recipe
+        subject.count_drawn(recipe.build())
         attempt(subject, relation, recipe)
 
     phases = [Phase.generate, Phase.shrink] if profile.shrink else [Phase.generate]

@@ -37,10 +37,22 @@ class Tally:
 
     ran: int = 0
     refused: Counter[str] = field(default_factory=Counter)
+    drawn: int = 0
+    """Problems drawn, and how many of these were refused although the operator declares their phase."""
+    declined: int = 0
     worst: float = 0.0
     """Largest error, in units of its bound."""
     forms: Counter[str] = field(default_factory=Counter)
     """Which form of the operator ran (a built operator may say so in `form`, e.g. `gluon` or `interpreted`)."""
+
+    def add(self, other: Tally) -> None:
+        """Count what another check counted."""
+        self.ran += other.ran
+        self.refused += other.refused
+        self.drawn += other.drawn
+        self.declined += other.declined
+        self.worst = max(self.worst, other.worst)
+        self.forms += other.forms
 
 
 class Subject:
@@ -68,6 +80,12 @@ class Subject:
     def dtypes(self) -> tuple[str, ...]:
         """The compute dtypes that the operator declares."""
         return self.registered.declaration.support.dtypes
+
+    def count_drawn(self, case: Any) -> None:
+        """Note that a case was drawn, and whether it is refused."""
+        self.tally.drawn += 1
+        if case.problem.phase in self.registered.declaration.support.phases and self.obstacles(case):
+            self.tally.declined += 1
 
     @property
     def interpreted(self) -> bool:
@@ -188,28 +206,11 @@ class Subject:
 
     def measure(self, error: Tensor, bound: Tensor, what: str) -> None:
         """Errors against bounds of the same shape; NaN in place of a number is a violation."""
-        if not error.numel():
-            return
-        ratio = (error / bound.clamp(min=1e-300)).nan_to_num(nan=torch.inf)
-        worst = float(ratio.max())
-        if worst > 1.0:
-            place = torch.unravel_index(ratio.argmax(), ratio.shape)
-            where = [int(i) for i in place]
-            raise Violation(f"{what} at {where}: error {float(error[place]):.3g}, bound {float(bound[place]):.3g}")
-        self.tally.worst = max(self.tally.worst, worst)
+        self.tally.worst = max(self.tally.worst, in_bounds(error, bound, what))
 
     def reference_operator(self, family: str) -> RegisteredOperator:
-        """The operator of a family that the others are compared with.
-
-        Raises:
-            OperatorError: none is registered.
-        """
-        for operator in self._references.operators(family):
-            if operator.declaration.tier is Tier.REFERENCE:
-                return operator
-        raise OperatorError(
-            f"no {family} operator of tier reference is registered; mini-deepinfer's own plugin has one"
-        )
+        """The operator of a family that the others are compared with."""
+        return reference_operator(self._references, family)
 
     def _operator(self, registered: RegisteredOperator, problem: Problem, rank: int = 0) -> Any:
         if (registered, problem, rank) not in self._built:
@@ -232,6 +233,40 @@ class Subject:
     def _note_form(self, operator: Any) -> None:
         if form := getattr(operator, "form", ""):
             self.tally.forms[form] += 1
+
+
+def in_bounds(error: Tensor, bound: Tensor, what: str) -> float:
+    """The largest error in units of its bound.
+
+    Args:
+        error: any shape.
+        bound: same shape.
+        what: is compared, for the message.
+
+    Raises:
+        Violation: an error is larger than its bound, or NaN.
+    """
+    if not error.numel():
+        return 0.0
+    ratio = (error / bound.clamp(min=1e-300)).nan_to_num(nan=torch.inf)
+    worst = float(ratio.max())
+    if worst > 1.0:
+        place = torch.unravel_index(ratio.argmax(), ratio.shape)
+        where = [int(i) for i in place]
+        raise Violation(f"{what} at {where}: error {float(error[place]):.3g}, bound {float(bound[place]):.3g}")
+    return worst
+
+
+def reference_operator(registry: OperatorRegistry, family: str) -> RegisteredOperator:
+    """The operator of a family that the others are compared with.
+
+    Raises:
+        OperatorError: none is registered.
+    """
+    for operator in registry.operators(family):
+        if operator.declaration.tier is Tier.REFERENCE:
+            return operator
+    raise OperatorError(f"no {family} operator of tier reference is registered; mini-deepinfer's own plugin has one")
 
 
 @contextmanager

@@ -132,7 +132,7 @@ def with_experts(subject: Subject) -> None:
 
 def with_comm(subject: Subject) -> None:
     """A moe operator gives the same on one rank and on several, with every comm operator that serves these."""
-    for whole, counts in _wholes(subject.dtypes, SIZES):
+    for whole, counts in _wholes(subject.dtypes, (1, *SIZES)):
         comms = [
             comm
             for comm in subject.registry.operators("comm")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
@@ -47,25 +47,33 @@ def identity_case(case: MoeCase) -> tuple[MoeCase, Tensor]:
 
 
 def forced(subject: Subject, recipe: MoeRecipe, ids: Tensor) -> MoeCase:
-    """A case with these ids, at the nearest widths and dtype that the operator serves."""
+    """A case with these ids, at the nearest widths that the operator serves."""
 
     def wider() -> Iterator[MoeCase]:
-        for dtype in subject.dtypes:
-            for hidden, inner in WIDTHS:
-                at = replace(
-                    recipe,
-                    dtype=dtype,
-                    hidden_size=recipe.hidden_size * hidden,
-                    intermediate_size=recipe.intermediate_size * inner,
-                    tokens=len(ids),
-                    topk=ids.shape[1],
-                )
-                case = at.build()
-                weights = torch.rand(ids.shape, generator=torch.Generator().manual_seed(3))
-                # A row without a local expert may be NaN; the case decides which are.
-                yield replace(case, x=case.x.nan_to_num(1.0), routing=(ids.int(), weights))
+        for hidden, inner in WIDTHS:
+            at = replace(
+                recipe,
+                hidden_size=recipe.hidden_size * hidden,
+                intermediate_size=recipe.intermediate_size * inner,
+                tokens=len(ids),
+                topk=ids.shape[1],
+            )
+            case = at.build()
+            weights = torch.rand(ids.shape, generator=torch.Generator().manual_seed(3))
+            # A row without a local expert may be NaN; the case decides which are.
+            yield replace(case, x=case.x.nan_to_num(1.0), routing=(ids.int(), weights))
 
     return subject.nearest(wider())
+
+
+def in_every_dtype(check: Callable[[Subject, str], None]) -> Callable[[Subject], None]:
+    """An explicit case in each compute dtype that the operator declares."""
+
+    def check_all(subject: Subject) -> None:
+        for dtype in subject.dtypes:
+            check(subject, dtype)
+
+    return check_all
 
 
 def compared(subject: Subject, case: MoeCase) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from minideepinfer.testing.contract import ExplicitCase, Violation
 from minideepinfer.testing.families.comm_ranks import with_comm
-from minideepinfer.testing.families.moe_calls import compared, forced
+from minideepinfer.testing.families.moe_calls import compared, forced, in_every_dtype
 from minideepinfer.testing.families.moe_formats import m2, m3, packed_twice_as_wide
 from minideepinfer.testing.families.moe_ranks import check_ranks, check_unsent_rows, on_ranks, split
 from minideepinfer.testing.families.whole_model import END_TO_END, L1, L2
@@ -41,10 +41,11 @@ EDGES = (
 )
 
 
-def m1(subject: Subject) -> None:
+def m1(subject: Subject, dtype: str) -> None:
     """Experts without tokens hold NaN; so does memory of the output's size."""
     ids = torch.tensor([[1], [3], [1], [1], [3], [1], [3], [1]])
-    case = forced(subject, MoeRecipe(hidden_size=64, intermediate_size=96, num_experts=6, num_local_experts=6), ids)
+    recipe = MoeRecipe(8, dtype, hidden_size=64, intermediate_size=96, num_experts=6, num_local_experts=6)
+    case = forced(subject, recipe, ids)
     for unused in (0, 2, 4, 5):
         case.weights.experts.w13_scale[unused] = 255
         case.weights.experts.w2_scale[unused] = 255
@@ -57,13 +58,13 @@ def m1(subject: Subject) -> None:
         raise Violation("two runs have other bits")
 
 
-def m4(subject: Subject) -> None:
+def m4(subject: Subject, dtype: str) -> None:
     """Rows without a local expert are NaN, on single ranks of four, and on four ranks together."""
     for tokens, topk in ((1, 1), (1, 6), (5, 4), (300, 6)):
         generator = torch.Generator().manual_seed(tokens * 10 + topk)
         ids = torch.stack([torch.randperm(8, generator=generator)[:topk] for _ in range(tokens)])
         ids[torch.rand(ids.shape, generator=generator) < 0.1] = -1
-        recipe = MoeRecipe(hidden_size=1056, intermediate_size=96, num_experts=8, num_local_experts=8)
+        recipe = MoeRecipe(dtype=dtype, hidden_size=1056, intermediate_size=96, num_experts=8, num_local_experts=8)
         for rank in (0, 3):
             _m4_alone(subject, replace(recipe, num_local_experts=2, expert_start=2 * rank), ids, generator)
         if tokens < 300 or not subject.interpreted:
@@ -100,9 +101,9 @@ def _on_four(subject: Subject, recipe: MoeRecipe, ids: Tensor) -> list[MoeCase]:
     return [whole] if subject.serves(on_ranks(whole, [[]] * 4)[0].problem) else []
 
 
-def c1(subject: Subject) -> None:
+def c1(subject: Subject, dtype: str) -> None:
     """No token, tokens anywhere, and every token on the last experts: on one rank, and on four with 3, 0, 0, 1."""
-    recipe = MoeRecipe(num_experts=8, num_local_experts=8)
+    recipe = MoeRecipe(dtype=dtype, num_experts=8, num_local_experts=8)
     for ids in ([[0, 7], [3, 3], [5, -1], [6, 2]], [[6, 7]] * 4):
         case = forced(subject, recipe, torch.tensor(ids))
         compared(subject, case)
@@ -121,11 +122,11 @@ def l2(subject: Subject) -> None:
 
 
 CASES = (
-    ExplicitCase("M1", "experts without tokens, whose rows stay unwritten or whose weights are read", m1),
-    ExplicitCase("M2", "E8M0 at its edges: 0 is a subnormal, 255 is NaN; and every FP4 code", m2),
+    ExplicitCase("M1", "experts without tokens: rows that stay unwritten, weights that are read", in_every_dtype(m1)),
+    ExplicitCase("M2", "E8M0 at its edges: 0 is a subnormal, 255 is NaN; and every FP4 code", in_every_dtype(m2)),
     ExplicitCase("M3", "a scale exponent that is truncated, so that a block's largest number saturates", m3),
-    ExplicitCase("M4", "rows of other ranks that are read; widths that are no multiple of a tile", m4),
-    ExplicitCase("C1", "a rank without tokens that leaves out a collective, or returns nothing", c1),
+    ExplicitCase("M4", "rows of other ranks that are read; widths that are no multiple of a tile", in_every_dtype(m4)),
+    ExplicitCase("C1", "a rank without tokens that leaves out a collective, or returns nothing", in_every_dtype(c1)),
     ExplicitCase("moe-and-comm", "a dispatch that brings what the experts do not expect", with_comm),
     L1,
     ExplicitCase(L2.name, L2.fault, l2),

@@ -16,7 +16,7 @@ from minideepinfer.testing.subject import Subject
 from minideepinfer_attention.refusals import refuses
 from minideepinfer_attention.rows import pool_rows, window_buffer, window_layout
 from minideepinfer_attention.sparse import sparse_attention
-from minideepinfer_attention.window import token_tiles
+from minideepinfer_attention.window import WindowTile, WindowTiles
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of what a kernel takes again
 
@@ -139,7 +139,17 @@ def test_pool_rows_are_padded_to_a_multiple() -> None:
 
 def test_tiles_do_not_cross_requests() -> None:
     batch = BatchRecipe((3, 0, 2, 1), (0, 0, 0, 0)).build(torch.Generator())
-    assert token_tiles(batch, 2).tolist() == [[0, 2], [2, 3], [3, 5], [5, 6]]
+    tile = WindowTile.of(64, 512, 128, torch.bfloat16)
+    assert tile == WindowTile(tokens=2, rows=128, keys=128, chunk=64)
+    assert WindowTiles.of(batch, tile, 128).ranges.tolist() == [[0, 2], [2, 3], [3, 5], [5, 6]]
+
+
+def test_nan_in_another_request_stays_there() -> None:
+    case = AttentionRecipe(BatchRecipe((3, 2), (5, 9)), "bfloat16", 2, sliding_window=4, compress_ratio=0).build()
+    operator = subject("fused").operator(case)
+    ring, new = case.window_ring.clone(), case.window_new.clone()
+    ring[case.batch.ring_table[1]], new[3:] = torch.nan, torch.nan
+    assert torch.equal(replace(case, window_ring=ring, window_new=new).run(operator)[:3], case.run(operator)[:3])
 
 
 def test_what_cannot_be_served_is_refused() -> None:

@@ -20,8 +20,7 @@ from minideepinfer_attention.direct import DirectMetadata, direct_attention
 from minideepinfer_attention.rows import WindowLayout, pool_rows, window_buffer, window_layout
 from minideepinfer_attention.sparse import sparse_attention
 from minideepinfer_attention.tiles import FORM, num_programs
-from minideepinfer_attention.window import LARGEST_WINDOW, token_tile, token_tiles, window_attention
-
+from minideepinfer_attention.window import LARGEST_WINDOW, WindowTile, WindowTiles, window_attention
 
 GLUON_SIZES = (64, 512, 64, 128)
 """Heads, head_dim, rope_dim and window of the Gluon kernel."""
@@ -31,8 +30,6 @@ GLUON_SIZES = (64, 512, 64, 128)
 class _Prefill:
     batch: Batch
     layout: WindowLayout
-    tiles: Tensor | None
-    """Of `token_tiles`, where the window kernel serves."""
 
 
 class FusedAttention:
@@ -43,18 +40,20 @@ class FusedAttention:
         self._problem = problem
         self._programs = num_programs(device)
         self._no_sink = torch.full((problem.num_heads,), -torch.inf, device=device)
-        self._window_only = not problem.compress_ratio and problem.sliding_window <= LARGEST_WINDOW
+        self._window_tile = None
+        if not problem.compress_ratio and problem.sliding_window <= LARGEST_WINDOW:
+            self._window_tile = WindowTile.of(
+                problem.num_heads, problem.head_dim, problem.sliding_window, getattr(torch, problem.dtype)
+            )
 
-    def prepare(self, batch: Batch) -> _Prefill | DirectMetadata:
-        """Find out where the windows lie."""
+    def prepare(self, batch: Batch) -> _Prefill | WindowTiles | DirectMetadata:
+        """Find out where keys lie."""
         problem = self._problem
         if problem.phase is Phase.DECODE:
             return DirectMetadata.of(batch)
-        tiles = None
-        if self._window_only:
-            tokens, _ = token_tile(problem.num_heads, getattr(torch, problem.dtype))
-            tiles = token_tiles(batch, tokens)
-        return _Prefill(batch, window_layout(batch, problem.sliding_window), tiles)
+        if self._window_tile is not None:
+            return WindowTiles.of(batch, self._window_tile, problem.sliding_window)
+        return _Prefill(batch, window_layout(batch, problem.sliding_window))
 
     def run(
         self,
@@ -67,7 +66,7 @@ class FusedAttention:
         cos: Tensor,
         sin: Tensor,
         scale: float,
-        metadata: _Prefill | DirectMetadata,
+        metadata: _Prefill | WindowTiles | DirectMetadata,
     ) -> Tensor:
         """See `AttentionOperator.run`."""
         problem = self._problem
@@ -90,8 +89,8 @@ class FusedAttention:
             )
         layout = metadata.layout
         buffer = window_buffer(window_new, window_ring, layout)
-        if metadata.tiles is not None:
-            return window_attention(q, buffer, layout, metadata.tiles, problem.sliding_window, sink, scale, cos, sin)
+        if isinstance(metadata, WindowTiles):
+            return window_attention(q, buffer, metadata, sink, scale, cos, sin)
         if global_kv is None or selection is None:
             pool, rows = buffer, layout.rows[:, :0]
         else:

@@ -18,7 +18,7 @@ EXTRA = tl.constexpr(16)
 """Keys of the second product; tokens in a tile are no more, so the first holds all of the first token's window."""
 
 
-@triton.jit(do_not_specialize=["num_heads", "window", "rope_dim"])
+@triton.jit(do_not_specialize=["window", "rope_dim"])
 def window_attention_kernel(
     q_desc,
     key_desc,
@@ -31,9 +31,9 @@ def window_attention_kernel(
     sin_ptr,
     out_ptr,
     scale,
-    num_heads,
     window,
     rope_dim,
+    HEADS: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -43,11 +43,11 @@ def window_attention_kernel(
     stop = tl.load(tiles_ptr + 2 * tl.program_id(0) + 1)
     buffer_row = tl.load(first_ptr + first)
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    shift = row // num_heads
-    head = row % num_heads
+    shift = row // HEADS
+    head = row % HEADS
     token = (first + shift).to(tl.int64)
     real = token < stop
-    q_row = first * num_heads + tl.program_id(1) * BLOCK_M
+    q_row = first * HEADS + tl.program_id(1) * BLOCK_M
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     product: tl.constexpr = tl.float32 if INTERPRETED else dtype
     key, extra = tl.arange(0, BLOCK_K), BLOCK_K + tl.arange(0, EXTRA)
@@ -72,7 +72,7 @@ def window_attention_kernel(
     weights, more = rounded(weights, dtype).to(product), rounded(more, dtype).to(product)
     sink = tl.load(sink_ptr + head) * LOG2E
 
-    place = (token * num_heads + head) * DIM
+    place = (token * HEADS + head) * DIM
     for start in range(0, DIM, CHUNK):
         channel = start + tl.arange(0, CHUNK)
         keys = key_desc.load([buffer_row, start]).to(product)

@@ -23,7 +23,7 @@ import triton.language as tl
 from gpu_timing import Timing, ceilings, facts, time_calls, write_record
 from minideepinfer.operators import TOKEN_INDICES, AttentionProblem, Batch, BuildContext, OperatorOptions, Selection
 from minideepinfer.operators.declaration import Phase
-from minideepinfer_attention import fused, indexed, naive
+from minideepinfer_attention import direct, fused, naive
 from minideepinfer_attention.rows import pool_rows, window_buffer, window_layout
 from minideepinfer_attention.sparse import sparse_attention
 from minideepinfer_attention.window import WindowTile, WindowTiles, window_attention
@@ -137,7 +137,7 @@ def sparse_calls(tokens: int) -> tuple[dict[str, Callable[[], Tensor]], dict[str
     every = torch.cat([layout.rows.clamp(min=0), rows], 1)
     calls = {
         "sparse: fused": runner(fused, 2, batch, arguments),
-        "sparse: indexed": runner(indexed, 2, batch, arguments),
+        "sparse: indexed": runner(direct, 2, batch, arguments),
         "sparse: plain Triton kernel": lambda: sparse_attention(
             q, buffer, layout.rows, pool, rows, *rest, out, arguments["cos"], arguments["sin"]
         ),
@@ -158,7 +158,7 @@ def window_calls(tokens: int) -> tuple[dict[str, Callable[[], Tensor]], dict[str
     rest = [arguments[name] for name in ("sink", "scale", "cos", "sin")]
     calls = {
         "window: fused": runner(fused, 0, batch, arguments),
-        "window: indexed": runner(indexed, 0, batch, arguments),
+        "window: indexed": runner(direct, 0, batch, arguments),
         "window: plain Triton kernel": lambda: window_attention(q, buffer, tiles, *rest),
         "window: floor, copy of q": lambda: out.copy_(q),
         "window: naive": runner(naive, 0, batch, arguments),

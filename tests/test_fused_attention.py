@@ -79,7 +79,7 @@ def test_any_number_of_ranges(programs: int) -> None:
     recipe = AttentionRecipe(LONG, "bfloat16", 2, 16, 4, 70, 1, 90, pattern="behind", with_lens=True, sink=1.0)
     checked = subject("indexed")
     operator = checked.operator(recipe.build())
-    operator._programs = programs
+    operator.programs = programs
     repeatable(checked, recipe.build())
     matches_reference(checked, recipe.build())
 

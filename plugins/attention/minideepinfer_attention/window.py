@@ -6,13 +6,14 @@ from dataclasses import dataclass
 
 import torch
 import triton
-from minideepinfer.operators import Batch
+from minideepinfer.operators import Batch, Selection
+from minideepinfer.operators.problem import AttentionProblem
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from minideepinfer_attention.kernels.window import EXTRA, window_attention_kernel
-from minideepinfer_attention.rows import WindowLayout, window_layout
-from minideepinfer_attention.tiles import LOG2E
+from minideepinfer_attention.rows import WindowLayout, window_buffer, window_layout
+from minideepinfer_attention.tiles import FORM, LOG2E, no_sink
 
 LARGEST_WINDOW = 128
 MOST_TOKENS: int = EXTRA.value
@@ -116,3 +117,36 @@ def window_attention(
             num_stages=3,
         )
     return out
+
+
+class WindowAttention:
+    """See `AttentionOperator`; for layers without a global path, windows of at most `LARGEST_WINDOW`."""
+
+    def __init__(self, problem: AttentionProblem, device: torch.device) -> None:
+        self.form = FORM
+        self._window = problem.sliding_window
+        self._tile = WindowTile.of(
+            problem.num_heads, problem.head_dim, problem.sliding_window, getattr(torch, problem.dtype)
+        )
+        self._no_sink = no_sink(problem.num_heads, device)
+
+    def prepare(self, batch: Batch) -> WindowTiles:
+        """Cut the batch into tiles, and find out where windows lie."""
+        return WindowTiles.of(batch, self._tile, self._window)
+
+    def run(
+        self,
+        q: Tensor,
+        window_new: Tensor,
+        window_ring: Tensor,
+        global_kv: Tensor | None,
+        selection: Selection | None,
+        sink: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        scale: float,
+        metadata: WindowTiles,
+    ) -> Tensor:
+        """See `AttentionOperator.run`."""
+        buffer = window_buffer(window_new, window_ring, metadata.layout)
+        return window_attention(q, buffer, metadata, self._no_sink if sink is None else sink, scale, cos, sin)

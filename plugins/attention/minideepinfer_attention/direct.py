@@ -13,6 +13,9 @@ from torch import Tensor
 from minideepinfer_attention.kernels.direct import combine_kernel, direct_kernel
 from minideepinfer_attention.tiles import FORM, LOG2E, head_tile, no_sink, num_programs
 
+MOST_SPLITS = 32
+"""`combine_kernel` holds the sums of one head of all of them."""
+
 
 @dataclass(frozen=True, eq=False)
 class DirectMetadata:
@@ -60,7 +63,8 @@ class DirectAttention:
         topk = 0 if selection is None else selection.indices.shape[1]
         window_tiles = triton.cdiv(self._window, tile["BLOCK_K"])
         num_tiles = window_tiles + triton.cdiv(topk, tile["BLOCK_K"])
-        tiles_per_split = triton.cdiv(num_tiles, max(1, self.programs // (num_tokens * head_tiles)))
+        wanted_splits = min(MOST_SPLITS, self.programs // (num_tokens * head_tiles))
+        tiles_per_split = triton.cdiv(num_tiles, max(1, wanted_splits))
         num_splits = triton.cdiv(num_tiles, tiles_per_split)
         partial = total = peak = None
         if num_splits > 1:
@@ -108,8 +112,7 @@ class DirectAttention:
             **tile,
         )
         if partial is not None:
-            block_h = min(8, triton.next_power_of_2(num_heads))
-            combine_kernel[num_tokens, triton.cdiv(num_heads, block_h)](
+            combine_kernel[num_tokens, num_heads](
                 partial,
                 total,
                 peak,
@@ -121,7 +124,7 @@ class DirectAttention:
                 num_splits,
                 2 * cos.shape[1],
                 DIM=dim,
-                BLOCK_H=block_h,
+                BLOCK_S=triton.next_power_of_2(num_splits),
                 BLOCK_D=triton.next_power_of_2(dim),
                 num_warps=4,
             )

@@ -55,6 +55,7 @@ class DirectAttention:
     ) -> Tensor:
         """See `AttentionOperator.run`."""
         batch, (num_tokens, num_heads, dim) = metadata.batch, q.shape
+        q, window_new, cos, sin = (tensor.contiguous() for tensor in (q, window_new, cos, sin))
         out = torch.empty_like(q)
         if not num_tokens:
             return out
@@ -72,7 +73,7 @@ class DirectAttention:
             total, peak = torch.empty(2, num_splits, num_tokens, num_heads, dtype=torch.float32, device=q.device)
         sink = self._no_sink if sink is None else sink
         pool = window_ring if global_kv is None else global_kv
-        indices = batch.block_table if selection is None else selection.indices
+        indices = batch.block_table if selection is None else selection.indices.contiguous()
         lens = None if selection is None else selection.lens
         direct_kernel[num_tokens, head_tiles, num_splits](
             q,
@@ -87,7 +88,7 @@ class DirectAttention:
             metadata.context_lens,
             batch.ring_table,
             batch.window_start,
-            batch.block_table,
+            batch.block_table.contiguous(),
             sink,
             cos,
             sin,

@@ -23,10 +23,10 @@ import triton.language as tl
 from gpu_timing import Timing, ceilings, facts, time_calls, write_record
 from minideepinfer.operators import TOKEN_INDICES, AttentionProblem, Batch, BuildContext, OperatorOptions, Selection
 from minideepinfer.operators.declaration import Phase
-from minideepinfer_attention import fused, indexed, naive
+from minideepinfer_attention import direct, fused, naive
 from minideepinfer_attention.rows import pool_rows, window_buffer, window_layout
 from minideepinfer_attention.sparse import sparse_attention
-from minideepinfer_attention.window import token_tile, token_tiles, window_attention
+from minideepinfer_attention.window import WindowTile, WindowTiles, window_attention
 from torch import Tensor
 
 HEADS, DIM, ROPE, WINDOW, TOPK, PAGE, RING = 64, 512, 64, 128, 512, 64, 134
@@ -137,7 +137,7 @@ def sparse_calls(tokens: int) -> tuple[dict[str, Callable[[], Tensor]], dict[str
     every = torch.cat([layout.rows.clamp(min=0), rows], 1)
     calls = {
         "sparse: fused": runner(fused, 2, batch, arguments),
-        "sparse: indexed": runner(indexed, 2, batch, arguments),
+        "sparse: indexed": runner(direct, 2, batch, arguments),
         "sparse: plain Triton kernel": lambda: sparse_attention(
             q, buffer, layout.rows, pool, rows, *rest, out, arguments["cos"], arguments["sin"]
         ),
@@ -152,14 +152,14 @@ def sparse_calls(tokens: int) -> tuple[dict[str, Callable[[], Tensor]], dict[str
 def window_calls(tokens: int) -> tuple[dict[str, Callable[[], Tensor]], dict[str, float]]:
     """The window-only layer, whole and in parts; and errors."""
     batch, arguments = random_call([tokens], 126_976, 0, Phase.PREFILL)
-    q, layout = arguments["q"], window_layout(batch, WINDOW)
-    buffer = window_buffer(arguments["window_new"], arguments["window_ring"], layout)
-    tiles, out = token_tiles(batch, token_tile(HEADS, q.dtype)[0]), torch.empty_like(q)
+    q, tiles = arguments["q"], WindowTiles.of(batch, WindowTile.of(HEADS, DIM, WINDOW, torch.bfloat16), WINDOW)
+    buffer = window_buffer(arguments["window_new"], arguments["window_ring"], tiles.layout)
+    out = torch.empty_like(q)
     rest = [arguments[name] for name in ("sink", "scale", "cos", "sin")]
     calls = {
         "window: fused": runner(fused, 0, batch, arguments),
-        "window: indexed": runner(indexed, 0, batch, arguments),
-        "window: plain Triton kernel": lambda: window_attention(q, buffer, layout, tiles, WINDOW, *rest),
+        "window: indexed": runner(direct, 0, batch, arguments),
+        "window: plain Triton kernel": lambda: window_attention(q, buffer, tiles, *rest),
         "window: floor, copy of q": lambda: out.copy_(q),
         "window: naive": runner(naive, 0, batch, arguments),
     }
@@ -202,17 +202,22 @@ def errors(
     }
 
 
-def graphed(call: Callable[[], Any]) -> Callable[[], None]:
-    """A call recorded in a CUDA graph, to be replayed."""
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+class Graphed:
+    """A call recorded in a CUDA graph. It keeps the call, whose tensors the graph reads."""
+
+    def __init__(self, call: Callable[[], Any]) -> None:
+        self._call, self._graph = call, torch.cuda.CUDAGraph()
         call()
-    return graph.replay
+        torch.cuda.synchronize()
+        with torch.cuda.graph(self._graph):
+            call()
+
+    def __call__(self) -> None:
+        """Replay it."""
+        self._graph.replay()
 
 
-def decode_calls() -> tuple[dict[str, Callable[[], None]], dict[str, int]]:
+def decode_calls() -> tuple[dict[str, Graphed], dict[str, int]]:
     """Decode of 1, 8 and 64 requests; and the bytes that each must move."""
     calls, moved = {}, {}
     for requests in (1, 8, 64):
@@ -220,7 +225,7 @@ def decode_calls() -> tuple[dict[str, Callable[[], None]], dict[str, int]]:
             for ratio in (2, 0):
                 batch, arguments = random_call([1] * requests, context, ratio, Phase.DECODE)
                 name = f"decode T={requests} context={context} ratio={ratio}"
-                calls[name] = graphed(runner(fused, ratio, batch, arguments))
+                calls[name] = Graphed(runner(fused, ratio, batch, arguments))
                 keys = WINDOW + (min(TOPK, context // ratio) if ratio else 0)
                 moved[name] = requests * ROW_BYTES * (keys + 2 * HEADS)
     return calls, moved

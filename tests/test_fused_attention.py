@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from minideepinfer.operators import load_registry
+from minideepinfer.operators import Selection, load_registry
 from minideepinfer.operators.problem import AttentionProblem
 from minideepinfer.testing.families.attention import FAMILY
 from minideepinfer.testing.recipes.attention import AttentionRecipe
@@ -16,7 +16,8 @@ from minideepinfer.testing.subject import Subject
 from minideepinfer_attention.refusals import refuses
 from minideepinfer_attention.rows import pool_rows, window_buffer, window_layout
 from minideepinfer_attention.sparse import sparse_attention
-from minideepinfer_attention.window import token_tiles
+from minideepinfer_attention.window import WindowTile, WindowTiles
+from torch import Tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of what a kernel takes again
 
@@ -79,7 +80,7 @@ def test_any_number_of_ranges(programs: int) -> None:
     recipe = AttentionRecipe(LONG, "bfloat16", 2, 16, 4, 70, 1, 90, pattern="behind", with_lens=True, sink=1.0)
     checked = subject("indexed")
     operator = checked.operator(recipe.build())
-    operator._programs = programs
+    operator.programs = programs
     repeatable(checked, recipe.build())
     matches_reference(checked, recipe.build())
 
@@ -139,7 +140,17 @@ def test_pool_rows_are_padded_to_a_multiple() -> None:
 
 def test_tiles_do_not_cross_requests() -> None:
     batch = BatchRecipe((3, 0, 2, 1), (0, 0, 0, 0)).build(torch.Generator())
-    assert token_tiles(batch, 2).tolist() == [[0, 2], [2, 3], [3, 5], [5, 6]]
+    tile = WindowTile.of(64, 512, 128, torch.bfloat16)
+    assert tile == WindowTile(tokens=2, rows=128, keys=128, chunk=64)
+    assert WindowTiles.of(batch, tile, 128).ranges.tolist() == [[0, 2], [2, 3], [3, 5], [5, 6]]
+
+
+def test_nan_in_another_request_stays_there() -> None:
+    case = AttentionRecipe(BatchRecipe((3, 2), (5, 9)), "bfloat16", 2, sliding_window=4, compress_ratio=0).build()
+    operator = subject("fused").operator(case)
+    ring, new = case.window_ring.clone(), case.window_new.clone()
+    ring[case.batch.ring_table[1]], new[3:] = torch.nan, torch.nan
+    assert torch.equal(replace(case, window_ring=ring, window_new=new).run(operator)[:3], case.run(operator)[:3])
 
 
 def test_what_cannot_be_served_is_refused() -> None:
@@ -157,6 +168,20 @@ def test_what_cannot_be_served_is_refused() -> None:
 
 def _changed(problem: AttentionProblem, change: dict[str, object]) -> AttentionProblem:
     return replace(problem, **change)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("ratio", [0, 2])
+@pytest.mark.parametrize("decode", [False, True])
+def test_inputs_need_not_be_contiguous(ratio: int, decode: bool) -> None:
+    case = AttentionRecipe(BatchRecipe((3,), (20,), decode=decode), "bfloat16", 3, 16, 4, 5, ratio, 6).build()
+    strided = {name: _strided(getattr(case, name)) for name in ("q", "window_new", "cos", "sin")}
+    selection = case.selection and Selection(_strided(case.selection.indices))
+    operator = subject("fused").operator(case)
+    assert torch.equal(replace(case, **strided, selection=selection).run(operator), case.run(operator))
+
+
+def _strided(tensor: Tensor) -> Tensor:
+    return torch.stack([tensor, tensor], -1)[..., 0]
 
 
 def test_direct_attention_of_nothing() -> None:

@@ -1,7 +1,7 @@
 """Where keys lie: windows copied into one buffer in logical order, and selected entries as rows of the pool.
 
 The buffer holds, request after request, the last `window - 1` entries of its ring and then its new entries, so that
-the window of any token is `window` consecutive rows. What no token may read is zero there.
+the window of any token is `window` consecutive rows. What no token reads is zero there.
 """
 
 from __future__ import annotations
@@ -37,31 +37,35 @@ class WindowLayout:
     rows: Tensor
 
 
-def window_layout(batch: Batch, window: int) -> WindowLayout:
-    """Lay out the windows of a batch."""
+def window_layout(batch: Batch, window: int, gap: int = 0) -> WindowLayout:
+    """Lay out the windows of a batch.
+
+    Args:
+        batch: the rows.
+        window: entries of a window.
+        gap: rows of zeros behind each request's entries.
+    """
     device, num_tokens, num_requests = batch.positions.device, batch.num_tokens, batch.num_requests
     context = torch.tensor(batch.context_lens, dtype=torch.int64, device=device)
-    oldest = batch.window_start.clamp(min=0)
-    tail = window - 1
-    lengths = batch.cu_seqlens.long().diff() + tail
-    size = num_tokens + num_requests * tail
-    request = torch.repeat_interleave(lengths, output_size=size) if num_requests else lengths.new_empty(0)
-    position = torch.arange(size, device=device) - batch.cu_seqlens.long()[request] - (request + 1) * tail
-    new = position >= 0  # so far counted from the first new entry
-    new_rows = (batch.cu_seqlens.long()[request] + position).clamp(0, max(num_tokens - 1, 0))
-    position = position + context[request]
-    real = position >= oldest[request]
-    if num_tokens:
-        real &= ~new | (batch.positions[new_rows] >= oldest[request])
-
-    first = torch.arange(num_tokens, device=device) + batch.request_ids * tail
+    starts, oldest = batch.cu_seqlens.long(), batch.window_start.clamp(min=0)
+    tail, extra = window - 1, window - 1 + gap
+    size = num_tokens + num_requests * extra
+    request = torch.repeat_interleave(starts.diff() + extra, output_size=size)
+    offset = torch.arange(size, device=device) - starts[request] - request * extra - tail  # from its first new entry
+    position = offset + context[request]
+    # The position of the entry's own row, or for older ones that of the request's first row, which sees them all.
+    reader = (starts[request] + offset.clamp(min=0)).clamp(max=max(num_tokens - 1, 0))
+    reads = batch.positions[reader] if num_tokens else torch.full_like(position, -1)
+    inside = (offset < starts.diff()[request]) & (starts.diff()[request] > 0)
+    real = inside & (position >= oldest[request]) & (reads >= oldest[request])
+    first = torch.arange(num_tokens, device=device) + batch.request_ids * extra
     hidden = (oldest[batch.request_ids] - batch.positions + tail).clamp(0, window)
     hidden = hidden.where(batch.positions >= 0, window)
     slots = torch.arange(window, device=device)
     rows = torch.where(slots >= hidden[:, None], first[:, None] + slots, -1)
     return WindowLayout(
-        new_rows=new_rows.where(real & new, -1).int(),
-        ring_rows=batch.ring_table[request].where(real & ~new, -1).int(),
+        new_rows=reader.where(real & (offset >= 0), -1).int(),
+        ring_rows=batch.ring_table[request].where(real & (offset < 0), -1).int(),
         positions=position,
         first=first.int(),
         hidden=hidden.int(),

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 import triton
+from minideepinfer.operators import Batch, Selection
+from minideepinfer.operators.declaration import interpreting
+from minideepinfer.operators.problem import AttentionProblem
 from torch import Tensor
 
 from minideepinfer_attention.kernels.sparse import again_kernel, sparse_kernel
-from minideepinfer_attention.tiles import LOG2E, head_tile, num_programs
+from minideepinfer_attention.rows import WindowLayout, pool_rows, window_buffer, window_layout
+from minideepinfer_attention.tiles import FORM, LOG2E, head_tile, no_sink, num_programs
+
+GLUON_SIZES = (64, 512, 64, 128)
+"""Heads, head_dim, rope_dim and window that the Gluon kernel is made for."""
 
 
 def sparse_attention(
@@ -42,8 +52,7 @@ def sparse_attention(
     num_tokens, num_heads, dim = q.shape
     if not num_tokens:
         return out
-    if sink is None:
-        sink = q.new_full((num_heads,), -torch.inf, dtype=torch.float32)
+    sink = no_sink(num_heads, q.device) if sink is None else sink
     tile = head_tile(num_heads, dim, q.dtype)
     num_window, num_pool = window_rows.shape[1], pool_rows.shape[1]
     window_tiles = triton.cdiv(num_window, tile["BLOCK_K"])
@@ -74,3 +83,68 @@ def sparse_attention(
             **tile,
         )
     return out
+
+
+@dataclass(frozen=True, eq=False)
+class SparseMetadata:
+    """A batch, and where its windows lie."""
+
+    batch: Batch
+    layout: WindowLayout
+
+
+class SparseAttention:
+    """See `AttentionOperator`; for many rows.
+
+    Windows are copied into one buffer and selections turned into rows of the pool, both small beside the rest; a kernel
+    then walks them. At `GLUON_SIZES` that is a Gluon kernel, elsewhere and where Triton is interpreted its twin.
+    """
+
+    def __init__(self, problem: AttentionProblem, device: torch.device) -> None:
+        self._problem = problem
+        self._no_sink = no_sink(problem.num_heads, device)
+        self._attend: Callable[..., Tensor] = sparse_attention
+        self.form = FORM
+        sizes = problem.num_heads, problem.head_dim, problem.rope_dim, problem.sliding_window
+        if sizes == GLUON_SIZES and problem.dtype == "bfloat16" and not interpreting():
+            from minideepinfer_attention.sparse_gluon import sparse_prefill
+
+            self._attend, self.form = sparse_prefill, "gluon"
+
+    def prepare(self, batch: Batch) -> SparseMetadata:
+        """Find out where windows lie."""
+        return SparseMetadata(batch, window_layout(batch, self._problem.sliding_window))
+
+    def run(
+        self,
+        q: Tensor,
+        window_new: Tensor,
+        window_ring: Tensor,
+        global_kv: Tensor | None,
+        selection: Selection | None,
+        sink: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        scale: float,
+        metadata: SparseMetadata,
+    ) -> Tensor:
+        """See `AttentionOperator.run`."""
+        q, window_new, cos, sin = (tensor.contiguous() for tensor in (q, window_new, cos, sin))
+        layout = metadata.layout
+        buffer = window_buffer(window_new, window_ring, layout)
+        pool, rows = buffer, layout.rows[:, :0]
+        if global_kv is not None and selection is not None:
+            pool = global_kv.flatten(0, 1)
+            rows = pool_rows(selection, metadata.batch, self._problem.compress_ratio, global_kv.shape[1])
+        return self._attend(
+            q=q,
+            window=buffer,
+            window_rows=layout.rows,
+            pool=pool,
+            pool_rows=rows,
+            sink=self._no_sink if sink is None else sink,
+            scale=scale,
+            out=torch.empty_like(q),
+            cos=cos,
+            sin=sin,
+        )

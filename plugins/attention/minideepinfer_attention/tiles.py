@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import triton
 from minideepinfer.operators.declaration import interpreting
+from torch import Tensor
 
 LOG2E = math.log2(math.e)
 """Logits are kept in units of it."""
@@ -31,3 +32,8 @@ def head_tile(num_heads: int, head_dim: int, dtype: torch.dtype) -> dict[str, An
 def num_programs(device: torch.device) -> int:
     """Programs that fill a device."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+def no_sink(num_heads: int, device: torch.device) -> Tensor:
+    """Sinks that weigh nothing."""
+    return torch.full((num_heads,), -torch.inf, device=device)

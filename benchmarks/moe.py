@@ -83,8 +83,8 @@ def measure(tokens: int, weights: MoeWeights, rates: dict[str, float], quantizat
     packed = operator.transform_weights(weights)
     x, (ids, topk_weights) = torch.randn(tokens, HIDDEN, device="cuda").bfloat16(), random_routing(tokens)
     quantized = quantization == "released"
-    schedule = operator.schedule(ids, topk_weights, packed.experts)
-    products = operator.products(packed.experts, schedule)
+    schedule = operator.schedule((ids, topk_weights), packed, x.dtype)
+    products = operator.products
     r = products.gate_up(x, packed.experts, schedule, schedule.row_weights, 10.0, quantized)
     y = products.down(r, packed.experts, schedule)
     rows = int(schedule.expert_offsets[-1])
@@ -96,7 +96,7 @@ def measure(tokens: int, weights: MoeWeights, rates: dict[str, float], quantizat
     calls: dict[str, Callable[[], Any]] = {
         "gate": lambda: operator.route(x, packed),
         "gate: selection": lambda: select(logits, packed.gate_bias, TOPK, 1.5),
-        "schedule": lambda: operator.schedule(ids, topk_weights, packed.experts),
+        "schedule": lambda: operator.schedule((ids, topk_weights), packed, x.dtype),
         "gate_up": lambda: products.gate_up(x, packed.experts, schedule, schedule.row_weights, 10.0, quantized),
         "down": lambda: products.down(r, packed.experts, schedule),
         "combine": lambda: combine(y, schedule, None, torch.bfloat16),

@@ -7,19 +7,17 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-import triton
-import triton.language as tl
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from minideepinfer.operators import Dispatched
+from minideepinfer.operators import Dispatched, PackedExperts
 from minideepinfer.quantization import decode_mxfp4, qdq_fp8
 from minideepinfer.testing.recipes.batch import context
 from minideepinfer.testing.recipes.moe import MoeCase, MoeRecipe
 from minideepinfer.testing.tensors import same_bits
 from minideepinfer_comm.single import SingleComm
 from minideepinfer_moe import fused, naive
+from minideepinfer_moe.experts import down, pack
 from minideepinfer_moe.gate import select
-from minideepinfer_moe.kernels import arithmetic
 from minideepinfer_moe.rows import quantize
 from minideepinfer_moe.schedule import SMALL_SLOTS, Schedule, make_schedule
 from torch import Tensor
@@ -27,27 +25,24 @@ from torch import Tensor
 PROFILE = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
-@triton.jit
-def _decode(packed_ptr, scale_ptr, out_ptr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
-    rows = tl.arange(0, ROWS)[:, None]
-    packed = tl.load(packed_ptr + rows * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)[None, :])
-    exponents = tl.load(scale_ptr + rows * (COLUMNS // 32) + tl.arange(0, COLUMNS // 32)[None, :])
-    values = arithmetic.decode_mxfp4(packed, exponents, ROWS, COLUMNS)
-    tl.store(
-        out_ptr + rows * COLUMNS + tl.arange(0, COLUMNS)[None, :], arithmetic.narrow(values, out_ptr.dtype.element_ty)
-    )
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_byte_under_every_exponent_is_decoded_bit_by_bit(dtype: torch.dtype) -> None:
-    packed = torch.arange(256, dtype=torch.uint8).expand(256, 256).contiguous()
-    exponents = torch.arange(256, dtype=torch.uint8)[:, None].expand(256, 16).contiguous()
-    found = torch.empty(256, 512, dtype=dtype)
-    _decode[(1,)](packed, exponents, found, 256, 512)
-    expected = decode_mxfp4(packed, exponents, dtype)
-    assert torch.equal(found.isnan(), expected.isnan())
-    assert expected[255].isnan().all()
-    assert same_bits(found.nan_to_num(7.0, torch.inf, -torch.inf), expected.nan_to_num(7.0, torch.inf, -torch.inf))
+    """One expert whose w2 is everything there is; rows of r are 1 in one column of a group and 0 elsewhere."""
+    codes = torch.arange(256, dtype=torch.uint8).repeat_interleave(256)[:, None].expand(-1, 16)
+    scales = torch.arange(256, dtype=torch.uint8).repeat(256)[:, None]
+    w13 = torch.zeros(1, 2, 32, codes.shape[0] // 2, dtype=torch.uint8)
+    experts = PackedExperts(
+        w13, torch.zeros(1, 2, 32, codes.shape[0] // 32, dtype=torch.uint8), codes[None], scales[None]
+    )
+    columns = torch.tensor([0, 1, 16, 31])
+    schedule = make_schedule(torch.zeros(4, 1, dtype=torch.int32), torch.ones(4, 1), 0, 1, 16)
+    y = down(F.one_hot(columns, 32).to(dtype), pack(experts), schedule)
+    expected = decode_mxfp4(codes, scales, dtype)[:, columns].T
+    finite = expected.isfinite().all(0)
+    assert finite.sum() > 252 * 256
+    assert same_bits(y[:, finite] + 0.0, expected[:, finite] + 0.0)
+    assert not y[:, ~finite].isfinite().any()
+    assert y[:, scales[:, 0] == 255].isnan().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

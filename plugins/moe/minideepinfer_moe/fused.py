@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from minideepinfer.operators import Batch, BuildContext, CommOperator, MoeWeights, PackedExperts, StageClock
@@ -10,10 +11,32 @@ from minideepinfer.operators.declaration import interpreting
 from minideepinfer.operators.problem import MoeProblem
 from torch import Tensor
 
-from minideepinfer_moe.experts import down, gate_up, pack, tile_rows
+from minideepinfer_moe import experts
 from minideepinfer_moe.gate import gate_logits, select
 from minideepinfer_moe.rows import combine, quantize, shared_expert
-from minideepinfer_moe.schedule import make_schedule
+from minideepinfer_moe.schedule import Schedule, make_schedule
+
+
+class Products(Protocol):
+    """The grouped products of the routed experts; `minideepinfer_moe.experts` has the words."""
+
+    def pack(self, experts: PackedExperts) -> Any:
+        """Bring a layer's experts into the order that the kernels read; they stay packed."""
+        ...
+
+    def tile_rows(self, max_rows: int, num_experts: int, dtype: torch.dtype) -> int:
+        """The tile height for about `max_rows / num_experts` rows an expert."""
+        ...
+
+    def gate_up(
+        self, x: Tensor, packed: Any, schedule: Schedule, row_weights: Tensor, limit: float, quantize: bool = False
+    ) -> Tensor:
+        """First products, activation and routing weight: `[T, H]` -> `[R, I]`."""
+        ...
+
+    def down(self, r: Tensor, packed: Any, schedule: Schedule) -> Tensor:
+        """Second product: `[R, I]` -> `[R, H]`."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,14 +46,18 @@ class FusedWeights:
     Attributes:
         gate: `[num_experts, H]` in the compute dtype.
         gate_bias: float32 `[num_experts]`.
-        experts: packed routed experts.
+        experts: routed experts, as `Products.pack` made them.
+        num_local: how many they are.
+        expert_start: global id of the first.
         shared_w13: `[2 I, H]` compute dtype, or None.
         shared_w2: `[H, I]` compute dtype, or None.
     """
 
     gate: Tensor
     gate_bias: Tensor
-    experts: PackedExperts
+    experts: Any
+    num_local: int
+    expert_start: int
     shared_w13: Tensor | None
     shared_w2: Tensor | None
 
@@ -38,20 +65,22 @@ class FusedWeights:
 class FusedMoe:
     """See `MoeOperator`. `run` speaks to the device only through launches; sizes follow from T * k."""
 
-    form = "triton, interpreted" if interpreting() else "triton"
-
     def __init__(self, problem: MoeProblem, clock: StageClock) -> None:
+        self.products: Products = experts
+        self.form = "triton, interpreted" if interpreting() else "triton"
         self._problem = problem
         self._clock = clock
         self._quantize = problem.activation_quantization == "released"
 
     def transform_weights(self, weights: MoeWeights) -> FusedWeights:
-        """Stack the shared expert's first two matrices; everything else stays as it is."""
+        """Reorder the packed experts and stack the shared expert's first two matrices; nothing grows."""
         shared = weights.shared
         return FusedWeights(
             weights.gate.float() if self._problem.dtype == "float32" else weights.gate,
             weights.gate_bias,
-            pack(weights.experts),
+            self.products.pack(weights.experts),
+            weights.experts.num_local,
+            weights.experts.expert_start,
             None if shared is None else torch.cat((shared.w1, shared.w3)),
             None if shared is None else shared.w2,
         )
@@ -80,13 +109,16 @@ class FusedMoe:
             x = quantize(x.contiguous())
         shared = self._shared(x, weights)
         if comm.world_size == 1:
-            return self._local_experts(x, *routing, weights.experts, shared, x.dtype)
+            return self._routed(x, routing, weights, shared, x.dtype)
         tokens = comm.dispatch(x, *routing)
-        partial = self._local_experts(
-            tokens.x, tokens.topk_ids, tokens.topk_weights, weights.experts, None, torch.float32
-        )
+        partial = self._routed(tokens.x, (tokens.topk_ids, tokens.topk_weights), weights, None, torch.float32)
         total = comm.combine(partial, tokens.handle)
         return (total if shared is None else total + shared).to(x.dtype)
+
+    def schedule(self, routing: tuple[Tensor, Tensor], weights: FusedWeights, dtype: torch.dtype) -> Schedule:
+        """The rows to compute here for one step's routing, T at least 1."""
+        tile_rows = self.products.tile_rows(routing[0].numel(), self._problem.num_experts, dtype)
+        return make_schedule(*routing, weights.expert_start, weights.num_local, tile_rows)
 
     def _shared(self, x: Tensor, weights: FusedWeights) -> Tensor | None:
         if weights.shared_w13 is None or weights.shared_w2 is None or not len(x):
@@ -94,24 +126,22 @@ class FusedMoe:
         with self._clock.stage("experts"):
             return shared_expert(x, weights.shared_w13, weights.shared_w2, self._problem.swiglu_limit, self._quantize)
 
-    def _local_experts(
+    def _routed(
         self,
         x: Tensor,
-        topk_ids: Tensor,
-        topk_weights: Tensor,
-        experts: PackedExperts,
+        routing: tuple[Tensor, Tensor],
+        weights: FusedWeights,
         shared: Tensor | None,
         dtype: torch.dtype,
     ) -> Tensor:
         """For each token the sum over the experts held here, and the shared one's output if given, `[T', H]`."""
         if not len(x):
             return x.new_empty(x.shape, dtype=dtype)
+        limit, packed = self._problem.swiglu_limit, weights.experts
         with self._clock.stage("experts"):
-            height = tile_rows(topk_ids.numel(), self._problem.num_experts, x.dtype)
-            schedule = make_schedule(topk_ids, topk_weights, experts.expert_start, experts.num_local, height)
-            limit = self._problem.swiglu_limit
-            r = gate_up(x.contiguous(), experts, schedule, schedule.row_weights, limit, self._quantize)
-            return combine(down(r, experts, schedule), schedule, shared, dtype)
+            schedule = self.schedule(routing, weights, x.dtype)
+            r = self.products.gate_up(x.contiguous(), packed, schedule, schedule.row_weights, limit, self._quantize)
+            return combine(self.products.down(r, packed, schedule), schedule, shared, dtype)
 
 
 def build(context: BuildContext) -> FusedMoe:

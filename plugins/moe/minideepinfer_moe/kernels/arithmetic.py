@@ -41,21 +41,6 @@ def rounded(x, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def decode_mxfp4(packed, exponents, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Bytes `[ROWS, COLUMNS / 2]` and E8M0 exponents `[ROWS, COLUMNS / 32]` (spec 2.2) -> float32 `[ROWS, COLUMNS]`.
-
-    Exponent and mantissa of E2M1 are shifted into place and 2^126 corrects the bias; of E8M0, 0 is the subnormal 2^-127
-    and 255 is NaN.
-    """
-    packed, exponents = packed.to(tl.int32), exponents.to(tl.int32)
-    codes = tl.join(packed & 15, packed >> 4)
-    values = (((codes & 7) << 22) | ((codes & 8) << 28)).to(tl.float32, bitcast=True) * 8.507059173023462e37
-    bits = tl.maximum(exponents << 23, 1 << 22) | (((exponents + 1) << 14) & (1 << 22))
-    values = tl.reshape(values, (ROWS, COLUMNS // 32, 32)) * bits.to(tl.float32, bitcast=True)[:, :, None]
-    return tl.reshape(values, (ROWS, COLUMNS))
-
-
-@triton.jit
 def clamped_swiglu(gate, up, limit):
     """`silu(min(gate, limit)) * clamp(up, -limit, limit)` in float32 (spec 3.10)."""
     gate = tl.minimum(gate, limit)

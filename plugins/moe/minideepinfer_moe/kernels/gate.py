@@ -44,7 +44,7 @@ def select_experts(
     bits = tl.where(ranked > -3.0e38, ranked, -3.0e38).to(tl.int32, bitcast=True)
     keys = tl.where(real, bits ^ ((bits >> 31) & 0x7FFFFFFF), -0x80000000)
     slots = tl.arange(0, SLOTS)[None, :]
-    ids = tl.zeros((TOKENS, SLOTS), tl.int32) + num_experts
+    ids = tl.full((TOKENS, SLOTS), 0x7FFFFFFF, tl.int32)
     for slot in range(topk):
         highest = tl.max(keys, axis=1, keep_dims=True)
         best = tl.min(tl.where(keys == highest, experts, EXPERTS), axis=1, keep_dims=True)

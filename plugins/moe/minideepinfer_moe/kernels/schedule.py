@@ -79,16 +79,16 @@ def sort_slots(
         tl.store(row_weights_ptr + rows, tl.load(weights_ptr + slots, mask=local), mask=local)
     else:
         tiles = (block - num_blocks) * TILES + tl.arange(0, TILES)
-        counts = (totals + tile_rows - 1) // tile_rows
-        heights = ((totals + counts * 8 - 1) // tl.maximum(counts * 8, 1)) * 8
-        ends = tl.cumsum(counts, axis=0)
+        parts = (totals + tile_rows - 1) // tile_rows
+        heights = ((totals + parts * 8 - 1) // tl.maximum(parts * 8, 1)) * 8
+        ends = tl.cumsum(parts, axis=0)
         owner = tl.sum((ends[None, :] <= tiles[:, None]).to(tl.int32), axis=1)
         used = owner < num_experts
         owner = tl.where(used, owner, 0)
         height = tl.gather(heights, owner, 0)
-        first_row = (tiles - tl.gather(ends - counts, owner, 0)) * height
-        rows = tl.minimum(tl.gather(totals, owner, 0) - first_row, height)
+        first_row = (tiles - tl.gather(ends - parts, owner, 0)) * height
+        height = tl.minimum(tl.gather(totals, owner, 0) - first_row, height)
         place, inside = tiles_ptr + tiles * 3, tiles < max_tiles
         tl.store(place, owner, mask=inside)
         tl.store(place + 1, tl.where(used, first_row + tl.gather(offsets, owner, 0), 0), mask=inside)
-        tl.store(place + 2, tl.where(used, rows, 0), mask=inside)
+        tl.store(place + 2, tl.where(used, height, 0), mask=inside)

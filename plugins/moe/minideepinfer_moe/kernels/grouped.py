@@ -24,7 +24,10 @@ from triton.language.core import _aggregate as aggregate
 from minideepinfer_moe.kernels.grouped_decode import decode, load_words
 from minideepinfer_moe.kernels.grouped_store import opaque, store
 
-_SIZES = ((256, 64), (256, 32), (256, 0), (128, 64), (128, 0), (64, 32), (64, 0), (32, 0), (16, 0))
+_SIZES = (
+    *((256, 64), (256, 32), (256, 16), (256, 0), (128, 64), (128, 0)),
+    *((64, 32), (64, 16), (64, 0), (32, 0), (16, 0)),
+)
 """Tiles there are: rows in the first and in the second accumulator. `TILES` has a bit for each that is compiled."""
 _ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))
 _ROWS_FP8 = gl.constexpr(gl.BlockedLayout([1, 16], [4, 8], [8, 1], [1, 0]))
@@ -160,7 +163,9 @@ def _prefetch(c, ring, slot, numbers, more, num_rows, at):
 
 
 @gluon.jit
-def _multiply(c, ring, slot, weights, sums, rest, HALF: gl.constexpr, N0: gl.constexpr, N1: gl.constexpr, L1: gl.constexpr):
+def _multiply(
+    c, ring, slot, weights, sums, rest, HALF: gl.constexpr, N0: gl.constexpr, N1: gl.constexpr, L1: gl.constexpr
+):
     """Queue the products of half a stage."""
     width: gl.constexpr = weights.shape[1]
     rows = ring.rows.index(slot).slice(HALF * width, width, dim=1)
@@ -236,7 +241,7 @@ def _count(tiles, max_tiles):
     return found
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["max_tiles", "steps", "blocks"])
 def grouped_kernel(
     x, tokens, words, exponents, out, row_weights, x_scales, w_scales, tiles, max_tiles, limit, steps, blocks,
     WIDTH: gl.constexpr, OUT_WIDTH: gl.constexpr, MAX_ROWS: gl.constexpr, TILES: gl.constexpr, STAGES: gl.constexpr,
@@ -272,7 +277,7 @@ def grouped_kernel(
         _prefetch(c, ring, slot, numbers, more, num_rows, at)
         for item in range(start, total, gl.num_programs(0)):
             present = num_rows
-            for i in gl.static_range(9):
+            for i in gl.static_range(11):
                 if TILES >> i & 1:
                     if (present > _below(i, TILES)) & (present <= _size(i)[0] + _size(i)[1]):
                         slot, first, num_rows, block, numbers, more, at = _tile(

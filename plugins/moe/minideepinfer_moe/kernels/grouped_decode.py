@@ -113,7 +113,9 @@ def decode(words, exponents, HALF: gl.constexpr, FP8: gl.constexpr, layout: gl.c
     if FP8:
         o = gl.inline_asm_elementwise(_FP8, _FP8_OPERANDS, [words, exponents], _FP8_RESULTS, is_pure=True, pack=4)
     else:
-        o = gl.inline_asm_elementwise(_BF16[HALF], _BF16_OPERANDS, [words, exponents], _BF16_RESULTS, is_pure=True, pack=2)
+        o = gl.inline_asm_elementwise(
+            _BF16[HALF], _BF16_OPERANDS, [words, exponents], _BF16_RESULTS, is_pure=True, pack=2
+        )
     quads = gl.join(gl.join(o[0], o[1]), gl.join(o[2], o[3])), gl.join(gl.join(o[4], o[5]), gl.join(o[6], o[7]))
     x = gl.join(quads[0], quads[1])
     if FP8:  # warp, row, quarter, k1, k16, r8, group -> warp, r8, row, group, k16, quarter, k1

@@ -20,7 +20,7 @@ def encode_kernel(x_ptr, codes_ptr, scales_ptr, num_rows_ptr, groups, QDQ: tl.co
         inside = columns < groups * 32
         x = widen(tl.load(x_ptr + row * groups * 32 + columns, mask=inside, other=0.0))
         if QDQ:
-            x = qdq_fp8(x, 1, BLOCK)
+            x = tl.reshape(qdq_fp8(tl.reshape(x, (BLOCK // 32, 32)), 1), (1, BLOCK))
         amax = tl.maximum(tl.max(tl.abs(x)), 1e-4)
         bits = amax.to(tl.int32, bitcast=True)
         exponent = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)  # 448 = 1.75 * 2^8

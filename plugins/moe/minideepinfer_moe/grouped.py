@@ -1,6 +1,6 @@
 """The routed experts' products on Hopper: bfloat16 or FP8 rows by packed MXFP4, many rows an expert or few.
 
-Stands beside `experts` (see `fused.Products`) for bfloat16 and widths that are multiples of 128. Interpreted, the twin of
+Stands beside `experts` (see `fused.Products`) for bfloat16 and widths that are multiples of 128. Interpreted, a twin of
 the kernel computes the same.
 """
 

@@ -15,7 +15,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     async_copy,
-    fence_async_shared,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -33,11 +32,6 @@ _ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))
 _ROWS_FP8 = gl.constexpr(gl.BlockedLayout([1, 16], [4, 8], [8, 1], [1, 0]))
 _FLAT = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [8, 1], [1, 0]))
 _FEW = gl.constexpr(gl.BlockedLayout([1, 1], [4, 8], [8, 1], [1, 0]))
-
-
-import os
-
-FENCE = gl.constexpr(os.environ.get("FENCE", "0") == "1")
 
 
 @gluon.constexpr_function
@@ -213,8 +207,6 @@ def _tile(c, ring, slot, item, total, first, num_rows, block, numbers, more, at,
         sums, rest = _multiply(c, ring, slot, weights, sums, rest, 1, N0, N1, l1)
         after = _next(slot, c)
         async_copy.wait_group(c.STAGES - 3)  # and a barrier: everyone is done with slot `before`
-        if FENCE:
-            fence_async_shared()
         words0, words1, exponents0, exponents1 = load_words(ring.words.index(after), ring.exponents.index(after), c.FP8)
         _fill(c, ring, before, k + (c.STAGES - 1), numbers, more, num_rows, at)
         sums, rest = _wait(sums, rest, 1, N1)
@@ -278,7 +270,7 @@ def grouped_kernel(
         for item in range(start, total, gl.num_programs(0)):
             present = num_rows
             for i in gl.static_range(11):
-                if TILES >> i & 1:
+                if TILES >> i & 1:  # noqa: SIM102  the outer one is decided when compiling
                     if (present > _below(i, TILES)) & (present <= _size(i)[0] + _size(i)[1]):
                         slot, first, num_rows, block, numbers, more, at = _tile(
                             c, ring, slot, item + gl.num_programs(0), total,

@@ -45,7 +45,7 @@ def _token_scales(c, row, rows, present):
 
 @gluon.jit
 def _store_chunk(c, sums, row, end, block):
-    """Sums `[128, tokens]` of one block of outputs, for sorted rows from `row` on; those from `end` on are not there."""
+    """Sums `[128, tokens]` of one block of outputs, for sorted rows from `row` on; from `end` on there are none."""
     if row < end:
         n: gl.constexpr = sums.shape[1]
         pairs = gl.reshape(sums, [8, 2, 8, n])
@@ -66,6 +66,7 @@ def _store_chunk(c, sums, row, end, block):
                 scales = c.w_scales + opaque(block) * 128 + columns * 2
                 gate = gate * (x_scales * gl.expand_dims(gl.load(scales), 1))
                 up = up * (x_scales * gl.expand_dims(gl.load(scales + 1), 1))
+            gate, up = gate.to(gl.bfloat16).to(gl.float32), up.to(gl.bfloat16).to(gl.float32)
             gate = gl.minimum(gate, c.limit)
             up = gl.minimum(gl.maximum(up, -c.limit), c.limit)
             weights = gl.load(c.row_weights + row + rows, mask=present, other=0.0)

@@ -6,7 +6,7 @@ One program computes the 128 outputs of one block for one tile of rows, a stage 
 import triton
 import triton.language as tl
 
-from minideepinfer_moe.kernels.arithmetic import clamped_swiglu, narrow, widen
+from minideepinfer_moe.kernels.arithmetic import clamped_swiglu, narrow, rounded, widen
 
 
 @triton.jit
@@ -67,7 +67,8 @@ def grouped_twin(
             sums *= tl.load(w_scales_ptr + block * 128 + tl.arange(0, 128))[:, None] * tl.load(x_scales_ptr + numbers)
         if UP:
             gate, up = tl.split(tl.permute(tl.reshape(sums, (64, 2, ROWS)), (0, 2, 1)))
-            y = clamped_swiglu(gate, up, limit) * tl.load(row_weights_ptr + rows)[None, :]
+            dtype: tl.constexpr = out_ptr.dtype.element_ty
+            y = clamped_swiglu(rounded(gate, dtype), rounded(up, dtype), limit) * tl.load(row_weights_ptr + rows)[None, :]
             outputs = tl.program_id(0) * 64 + tl.arange(0, 64)
         else:
             y = sums

@@ -28,6 +28,7 @@ _SIZES = (
     *((64, 32), (64, 16), (64, 0), (32, 0), (16, 0)),
 )
 """Tiles there are: rows in the first and in the second accumulator. `TILES` has a bit for each that is compiled."""
+_async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared  # before Triton 3.9
 _ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))
 _ROWS_FP8 = gl.constexpr(gl.BlockedLayout([1, 16], [4, 8], [8, 1], [1, 0]))
 _FLAT = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [8, 1], [1, 0]))
@@ -108,7 +109,7 @@ def _copy_rows(c, numbers, num_rows, target, k, first: gl.constexpr):
     place = first + gl.arange(0, target.shape[0], gl.SliceLayout(1, layout))
     columns = gl.arange(0, width, gl.SliceLayout(0, layout))
     source = c.x + k * width + (gl.expand_dims(numbers, 1).to(gl.int64) * c.WIDTH + gl.expand_dims(columns, 0))
-    async_copy.async_copy_global_to_shared(target, source, mask=gl.expand_dims(place < num_rows, 1))
+    _async_load(target, source, mask=gl.expand_dims(place < num_rows, 1))
 
 
 @gluon.jit
@@ -124,11 +125,11 @@ def _fill(c, ring, slot, k, numbers, more, num_rows, at):
         i = gl.expand_dims(gl.arange(0, 8 * parts, gl.SliceLayout(1, _FLAT)), 1)
         j = gl.expand_dims(gl.arange(0, 128, gl.SliceLayout(0, _FLAT)), 0)
         words = c.words + base * (1024 * parts) + (i * 128 + j)
-        async_copy.async_copy_global_to_shared(ring.words.index(slot).reshape([8 * parts, 128]), words)
+        _async_load(ring.words.index(slot).reshape([8 * parts, 128]), words)
         i = gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(1, _FEW)), 1)
         j = gl.expand_dims(gl.arange(0, 8 * parts, gl.SliceLayout(0, _FEW)), 0)
         exponents = c.exponents + base * (64 * parts) + (i * (8 * parts) + j)
-        async_copy.async_copy_global_to_shared(ring.exponents.index(slot).reshape([8, 8 * parts]), exponents)
+        _async_load(ring.exponents.index(slot).reshape([8, 8 * parts]), exponents)
     async_copy.commit_group()
 
 
@@ -212,7 +213,7 @@ def _tile(c, ring, slot, item, total, first, num_rows, block, numbers, more, at,
         sums, rest = _wait(sums, rest, 1, N1)
         before, slot = slot, after
     sums, rest = _wait(sums, rest, 0, N1)
-    gl.thread_barrier()
+    # What the other warpgroup may still multiply lies in slot `before`, which the prefetch leaves alone.
     row, end, done = first, first + num_rows, block
     first, num_rows, block, numbers, more, at = _locate(c, item, total)
     _prefetch(c, ring, slot, numbers, more, num_rows, at)

@@ -95,7 +95,7 @@ def gate_up(
     r = x.new_empty(schedule.max_rows, inner)
     tiling = _tiling(schedule.tile_rows, x.dtype, inner, hidden, matrices=2)
     hidden_unit, inner_unit = _unit(hidden), _unit(inner)
-    gate_up_kernel[(triton.cdiv(inner, tiling.n), schedule.max_tiles)](
+    gate_up_kernel[(triton.cdiv(inner, tiling.n) * schedule.max_tiles,)](
         x,
         packed.w13,
         packed.w13_scale,
@@ -134,7 +134,7 @@ def down(r: Tensor, packed: ReadyExperts, schedule: Schedule) -> Tensor:
     y = r.new_empty(schedule.max_rows, hidden)
     tiling = _tiling(schedule.tile_rows, r.dtype, hidden, inner, matrices=1)
     hidden_unit, inner_unit = _unit(hidden), _unit(inner)
-    down_kernel[(triton.cdiv(hidden, tiling.n), schedule.max_tiles)](
+    down_kernel[(triton.cdiv(hidden, tiling.n) * schedule.max_tiles,)](
         r,
         packed.w2,
         packed.w2_scale,
@@ -166,6 +166,9 @@ def _tiling(rows: int, dtype: torch.dtype, outputs: int, columns: int, matrices:
         return Tiling(128 if outputs > 32 else 32, 128 if columns > 32 else 32, 4, 1)
     if dtype is not torch.bfloat16:
         return Tiling(32, 32, 4, 2)
+    gate_up = matrices == 2
     if rows <= 16:
-        return Tiling(32, 256, 2, 4)
-    return Tiling(128 // matrices, 64, 8 if rows > 64 else 4, 4)
+        return Tiling(32, 256, 4 if gate_up and rows == 8 else 2, 4)
+    if rows <= 64:
+        return Tiling(64, 64, 4, 4) if gate_up else Tiling(128, 64, 4, 3)
+    return Tiling(64, 64, 8, 4) if gate_up else Tiling(128, 64, 8, 4)

@@ -46,18 +46,20 @@ def decode_halves(packed, exponents, DTYPE: tl.constexpr, WIDE: tl.constexpr, N:
         codes = packed.to(tl.int32)
         low = (((codes & 7) << 22) | ((codes & 8) << 28)).to(tl.float32, bitcast=True)
         high = (((codes & 0x70) << 18) | ((codes & 0x80) << 24)).to(tl.float32, bitcast=True)
-        return low * 8.507059173023462e37 * scale, high * 8.507059173023462e37 * scale
-    exact = tl.maximum(exponents << 7, 0x40) | (((exponents + 1) >> 2) & 0x40)
-    bits = exact if WIDE else (exponents + 126) << 7
-    scale = tl.broadcast_to(bits[:, :, None], (N, K // 32, 16)).reshape(N, K // 2)
-    return tl.inline_asm_elementwise(
-        _DECODE_WIDE if WIDE else _DECODE,
-        "=&r,=&r,=&r,=&r,r,r,r",
-        [packed, scale.to(tl.int16).to(tl.bfloat16, bitcast=True)],
-        dtype=(tl.bfloat16, tl.bfloat16),
-        is_pure=True,
-        pack=4,
-    )
+        halves = low * 8.507059173023462e37 * scale, high * 8.507059173023462e37 * scale
+    else:
+        exact = tl.maximum(exponents << 7, 0x40) | (((exponents + 1) >> 2) & 0x40)
+        bits = exact if WIDE else (exponents + 126) << 7
+        scale = tl.broadcast_to(bits[:, :, None], (N, K // 32, 16)).reshape(N, K // 2)
+        halves = tl.inline_asm_elementwise(
+            _DECODE_WIDE if WIDE else _DECODE,
+            "=&r,=&r,=&r,=&r,r,r,r",
+            [packed, scale.to(tl.int16).to(tl.bfloat16, bitcast=True)],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=4,
+        )
+    return halves
 
 
 @triton.jit
@@ -95,18 +97,19 @@ def gate_up_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """`r = silu(min(w1 x, limit)) * clamp(w3 x) * weight` for one tile; dims are units * UNIT * 32."""
-    tile = tiles_ptr + tl.program_id(1) * 3
+    groups, inner = hidden_units * HIDDEN_UNIT, inner_units * INNER_UNIT * 32
+    blocks = (inner + BLOCK_N - 1) // BLOCK_N
+    tile, first_output = tiles_ptr + tl.program_id(0) // blocks * 3, tl.program_id(0) % blocks * BLOCK_N
     num_rows = tl.load(tile + 2)
     if num_rows > 0:
         expert, first = tl.load(tile).to(tl.int64), tl.load(tile + 1)
-        groups, inner = hidden_units * HIDDEN_UNIT, inner_units * INNER_UNIT * 32
         rows = tl.arange(0, BLOCK_M)
         real = rows < num_rows
         tokens = tl.load(tokens_ptr + first + rows, mask=real, other=0).to(tl.int64)
         x_rows = x_ptr + tokens[None, :] * (groups * 32)
         # Eight rows of w1 and eight of w3 alternate, so that gate and up of an output end up in one thread.
         lanes = tl.arange(0, 2 * BLOCK_N)
-        matrix_rows = tl.program_id(0) * BLOCK_N + lanes // 16 * 8 + lanes % 8
+        matrix_rows = first_output + lanes // 16 * 8 + lanes % 8
         inside = matrix_rows < inner
         matrix_rows += lanes // 8 % 2 * inner
         w13_ptr += expert * inner * (groups * 32)
@@ -121,9 +124,9 @@ def gate_up_kernel(
         weight = tl.load(weights_ptr + first + rows, mask=real, other=0.0)
         r = tl.reshape(clamped_swiglu(gate, up, limit), (BLOCK_N, BLOCK_M)) * weight[None, :]
         if QUANTIZE:
-            blocks = tl.reshape(rounded(r, dtype), (BLOCK_N // 32, 32, BLOCK_M))
-            r = tl.reshape(qdq_fp8(blocks, 1), (BLOCK_N, BLOCK_M))
-        outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+            grouped = tl.reshape(rounded(r, dtype), (BLOCK_N // 32, 32, BLOCK_M))
+            r = tl.reshape(qdq_fp8(grouped, 1), (BLOCK_N, BLOCK_M))
+        outputs = first_output + tl.arange(0, BLOCK_N)
         place = r_ptr + (first + rows).to(tl.int64)[None, :] * inner + outputs[:, None]
         tl.store(place, narrow(r, dtype), mask=real[None, :] & (outputs < inner)[:, None])
 
@@ -135,14 +138,15 @@ def down_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """`y = w2 r` for one tile; dims are units * UNIT * 32."""
-    tile = tiles_ptr + tl.program_id(1) * 3
+    groups, hidden = inner_units * INNER_UNIT, hidden_units * HIDDEN_UNIT * 32
+    blocks = (hidden + BLOCK_N - 1) // BLOCK_N
+    tile, first_output = tiles_ptr + tl.program_id(0) // blocks * 3, tl.program_id(0) % blocks * BLOCK_N
     num_rows = tl.load(tile + 2)
     if num_rows > 0:
         expert, first = tl.load(tile).to(tl.int64), tl.load(tile + 1)
-        groups, hidden = inner_units * INNER_UNIT, hidden_units * HIDDEN_UNIT * 32
         rows = tl.arange(0, BLOCK_M)
         real, numbers = rows < num_rows, (first + rows).to(tl.int64)
-        outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+        outputs = first_output + tl.arange(0, BLOCK_N)
         inside = outputs < hidden
         r_rows = r_ptr + numbers[None, :] * (groups * 32)
         w2_ptr += expert * hidden * (groups * 16)

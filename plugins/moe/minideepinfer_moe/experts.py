@@ -54,7 +54,7 @@ def tile_rows(max_rows: int, num_experts: int, dtype: torch.dtype) -> int:
     average: int = triton.cdiv(max_rows, num_experts)
     if dtype is not torch.bfloat16:
         return 16
-    return 8 if average <= 2 else 16 if average <= 12 else 64 if average <= 96 else 128
+    return 8 if average <= 2 else 16 if average <= 12 else 64
 
 
 def pack(experts: PackedExperts) -> ReadyExperts:
@@ -93,7 +93,7 @@ def gate_up(
     """
     hidden, inner = x.shape[1], packed.w13.shape[2]
     r = x.new_empty(schedule.max_rows, inner)
-    tiling = _tiling(schedule.tile_rows, x.dtype, inner, hidden, matrices=2)
+    tiling = _tiling(schedule.tile_rows, x.dtype, inner, hidden)
     hidden_unit, inner_unit = _unit(hidden), _unit(inner)
     gate_up_kernel[(triton.cdiv(inner, tiling.n) * schedule.max_tiles,)](
         x,
@@ -109,7 +109,7 @@ def gate_up(
         HIDDEN_UNIT=hidden_unit,
         INNER_UNIT=inner_unit,
         QUANTIZE=quantize,
-        WIDE=packed.wide,
+        WIDE=packed.wide and x.dtype is torch.bfloat16,
         BLOCK_M=schedule.tile_rows,
         BLOCK_N=tiling.n,
         BLOCK_K=tiling.k,
@@ -132,7 +132,7 @@ def down(r: Tensor, packed: ReadyExperts, schedule: Schedule) -> Tensor:
     """
     inner, hidden = r.shape[1], packed.w2.shape[1]
     y = r.new_empty(schedule.max_rows, hidden)
-    tiling = _tiling(schedule.tile_rows, r.dtype, hidden, inner, matrices=1)
+    tiling = _tiling(schedule.tile_rows, r.dtype, hidden, inner)
     hidden_unit, inner_unit = _unit(hidden), _unit(inner)
     down_kernel[(triton.cdiv(hidden, tiling.n) * schedule.max_tiles,)](
         r,
@@ -144,7 +144,7 @@ def down(r: Tensor, packed: ReadyExperts, schedule: Schedule) -> Tensor:
         inner // GROUP // inner_unit,
         HIDDEN_UNIT=hidden_unit,
         INNER_UNIT=inner_unit,
-        WIDE=packed.wide,
+        WIDE=packed.wide and r.dtype is torch.bfloat16,
         BLOCK_M=schedule.tile_rows,
         BLOCK_N=tiling.n,
         BLOCK_K=tiling.k,
@@ -160,15 +160,14 @@ def _unit(width: int) -> int:
     return min(groups & -groups, 16)
 
 
-def _tiling(rows: int, dtype: torch.dtype, outputs: int, columns: int, matrices: int) -> Tiling:
-    """A tiling for a tile height; `matrices` that share a program halve its outputs."""
+def _tiling(rows: int, dtype: torch.dtype, outputs: int, columns: int) -> Tiling:
+    """A tiling for a tile height.
+
+    Two warps are too few for `wgmma`: Triton 3.6 leaves one of the two products of an iteration in flight while its
+    left operand's registers are written again, and sums come out wrong.
+    """
     if interpreting():  # its time goes by operations, not by elements
-        return Tiling(128 if outputs > 32 else 32, 128 if columns > 32 else 32, 4, 1)
+        return Tiling(128 if outputs > 32 else 32, 128 if columns > 32 else 32, 2, 1)
     if dtype is not torch.bfloat16:
         return Tiling(32, 32, 4, 2)
-    gate_up = matrices == 2
-    if rows <= 16:
-        return Tiling(32, 256, 4 if gate_up and rows == 8 else 2, 4)
-    if rows <= 64:
-        return Tiling(64, 64, 4, 4) if gate_up else Tiling(128, 64, 4, 3)
-    return Tiling(64, 64, 8, 4) if gate_up else Tiling(128, 64, 8, 4)
+    return Tiling(32, 256 if rows <= 16 and columns >= 1024 else 64, 2, 4)

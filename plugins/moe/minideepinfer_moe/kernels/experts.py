@@ -5,6 +5,9 @@ Packed bytes stream through the pipeline's shared memory into registers and are 
 instruction. The first and the last 16 columns of a group of 32 share bytes (see `experts.pack`) and stay two operands,
 each with its half of x, so that nothing is shuffled. Sums are float32 in registers; float32 operands are multiplied in
 IEEE float32. Programs behind the last tile return at once.
+
+Floor: packed weights of the experts touched / 4.28 TB/s. Measured on one H200 (96 of 384 experts local, 5120 x 2304,
+both products): 0.42 ms for 58 experts and 64 tokens, floor 0.26; 0.094 for 10 and 8, floor 0.044.
 """
 
 import triton

@@ -4,6 +4,9 @@ One program, one warp, owns a token (TOKENS where programs are dear: interpreted
 registers as ordered integers, whose maximum over a warp is one instruction: k rounds of maximum and lowest id that has
 it. The chosen logits are read again (L1), and each id's place in the ascending row is the number of smaller ones.
 Memory sees logits, ids and weights once.
+
+Floor: 6.3 MB of logits / 4.28 TB/s = 0.002 ms for 4096 tokens and 384 experts; arithmetic binds. Measured on one H200:
+0.014 ms for top-6, 0.042 with the logits' product.
 """
 
 import triton

@@ -3,6 +3,9 @@
 `combine_kernel`: a program owns a token (TOKENS where programs are dear: interpreted) and asks for all parts of its
 rows at once; they meet in float32 registers in the order of the slots, whatever else is in the batch. The others: a
 program owns GROUPS groups of 32 values.
+
+Measured on one H200, 16384 tokens of 5120 and 24.3k local rows: combine 0.109 ms (bytes / 4.28 TB/s: 0.097), 0.155 with
+the shared expert's rows (0.137), QDQ-FP8 0.085 (0.078).
 """
 
 import triton

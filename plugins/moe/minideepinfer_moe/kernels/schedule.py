@@ -5,6 +5,9 @@ expert's rows start and how many of them earlier blocks hold follows from histog
 blocks, made by `count_slots` and summed along the blocks by `sum_counts`), and the rest is a count of equal ids before
 a slot, by comparing all pairs of the block in registers. Slot order is kept within an expert: the result is a function
 of the ids alone. Programs behind the last block write the tile list.
+
+Floor: a launch, and the chain of loads in a program. Measured on one H200 (96 of 384 experts local, top-6): 0.009 ms
+for up to 341 tokens, 0.017 for 4096, 0.030 for 16384.
 """
 
 import triton
@@ -42,7 +45,9 @@ def sum_counts(counts_ptr, totals_ptr, num_blocks, BLOCKS: tl.constexpr):
     tl.store(totals_ptr + tl.program_id(0), total)
 
 
-@triton.jit(do_not_specialize=["num_slots", "topk", "expert_start", "num_experts", "num_blocks", "max_tiles"])
+@triton.jit(
+    do_not_specialize=["num_slots", "topk", "expert_start", "num_experts", "num_blocks", "max_tiles", "tile_rows"]
+)
 def sort_slots(
     ids_ptr, weights_ptr, counts_ptr, totals_ptr, sorted_tokens_ptr, row_weights_ptr, slot_rows_ptr, offsets_ptr,
     tiles_ptr, num_slots, topk, expert_start, num_experts, num_blocks, max_tiles, tile_rows,

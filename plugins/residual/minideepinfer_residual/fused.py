@@ -48,9 +48,10 @@ class Tile:
     splits: int
 
     def cut(self, width: int) -> tuple[int, int]:
-        """Channels of a program, and programs of a row: by the width only, so that no sum depends on the batch."""
-        share = triton.cdiv(triton.cdiv(width, self.splits), self.channels) * self.channels
-        return share, int(triton.cdiv(width, share))
+        """Tiles of a program, and programs of a row: by the width only, so that no sum depends on the batch."""
+        tiles = -(-width // self.channels)
+        each = -(-tiles // self.splits)
+        return each, -(-tiles // each)
 
 
 TILES = {torch.bfloat16: Tile(64, 128, 4, 3, 8), torch.float32: Tile(32, 32, 4, 1, 8)}
@@ -114,8 +115,8 @@ class FusedResidual:
 
     def collapse(self, streams: Tensor, pre: Tensor, norm_weight: Tensor | None) -> Tensor:
         """See `ResidualOperator.collapse`."""
-        x = streams.new_empty(len(streams), streams.shape[2])
-        self._rows(streams, pre=pre, x=x, norm_weight=norm_weight)
+        x, squares = streams.new_empty(len(streams), streams.shape[2]), pre.new_empty(len(streams))
+        self._rows(streams, pre=pre, x=x, norm_weight=norm_weight, squares=squares)
         return x
 
     def _rows(
@@ -149,7 +150,7 @@ class FusedResidual:
             MIX=mixed is not None,
             COLLAPSE=x is not None,
             NORM=norm_weight is not None,
-            SQUARE=squares is not None,
+            ALIGNED=hidden % 16 == 0,
             CHUNKS=triton.cdiv(hidden, CHANNELS),
             BH=CHANNELS,
             num_warps=ROW_WARPS,
@@ -159,7 +160,7 @@ class FusedResidual:
         """Those of the site that streams `[T, S, H]` enter; `squares` `[T]` are summed over a row."""
         tokens, num_streams, hidden = streams.shape
         width, columns, tile = num_streams * hidden, num_columns(num_streams), self._tile
-        share, splits = tile.cut(width)
+        tiles, splits = tile.cut(width)
         base = weights.base
         pre, post = base.new_empty(tokens, num_streams), base.new_empty(tokens, num_streams)
         site = Coefficients(pre, post, base.new_empty(tokens, num_streams, num_streams))
@@ -172,7 +173,8 @@ class FusedResidual:
             partial,
             tokens,
             width,
-            share,
+            tiles,
+            ALIGNED=width % 16 == 0,
             N=columns,
             PARTS=weights.fn.shape[1] // columns,
             BT=tile.rows,

@@ -14,7 +14,7 @@ import triton.language as tl
 from minideepinfer_residual.kernels.casts import narrow, widen
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["hidden_size"])
 def rows_pass(
     streams,  # [T, S, H]
     output,  # [T, H]
@@ -24,17 +24,19 @@ def rows_pass(
     norm_weight,  # float32 [H]
     mixed,  # [T, S, H] out
     x,  # [T, H] out
-    squares,  # float32 [T] out, sums over the streams that leave
+    squares,  # float32 [T] out with a norm, sums over the streams that leave
     hidden_size,
     norm_eps,
     S: tl.constexpr,
     MIX: tl.constexpr,
     COLLAPSE: tl.constexpr,
     NORM: tl.constexpr,
-    SQUARE: tl.constexpr,
+    ALIGNED: tl.constexpr,  # hidden_size is a multiple of 16
     CHUNKS: tl.constexpr,
     BH: tl.constexpr,
 ):
+    if ALIGNED:
+        hidden_size = hidden_size // 16 * 16  # what the compiler then knows
     row = tl.program_id(0).to(tl.int64)
     first = row * S
     weight, share, inflow = (), (), ()
@@ -67,7 +69,7 @@ def rows_pass(
                 rounded = narrow(value, mixed.dtype.element_ty)
                 tl.store(mixed + (first + j) * hidden_size + h, rounded, mask=exists)
                 leaving = widen(rounded)
-            if SQUARE:
+            if NORM:
                 leaving_squared += leaving * leaving
             if COLLAPSE:
                 u += weight[j] * leaving
@@ -80,11 +82,10 @@ def rows_pass(
             else:
                 tl.store(x + row * hidden_size + h, rounded, mask=exists)
     if NORM:
+        tl.store(squares + row, tl.sum(leaving_squared, 0))
         rho = tl.rsqrt(tl.sum(collapsed_squared, 0) / hidden_size + norm_eps)
         for chunk in tl.static_range(CHUNKS):
             h = chunk * BH + tl.arange(0, BH)
             exists = h < hidden_size
             normed = tl.load(norm_weight + h, mask=exists, other=0.0) * (widen(collapsed[chunk]) * rho)
             tl.store(x + row * hidden_size + h, narrow(normed, x.dtype.element_ty), mask=exists)
-    if SQUARE:
-        tl.store(squares + row, tl.sum(leaving_squared, 0))

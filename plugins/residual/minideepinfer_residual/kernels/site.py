@@ -14,26 +14,29 @@ import triton.language as tl
 from minideepinfer_residual.kernels.casts import widen
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "width", "tiles"])
 def project(
     streams,  # [T, S * H]
     fn,  # [S * H, N * PARTS]
     partial,  # float32 [splits, T, N] out
     num_tokens,
     width,
-    split_width,
+    tiles,  # of a program
+    ALIGNED: tl.constexpr,  # width is a multiple of 16
     N: tl.constexpr,
     PARTS: tl.constexpr,
     BT: tl.constexpr,
     BK: tl.constexpr,
 ):
+    if ALIGNED:
+        width = width // 16 * 16  # what the compiler then knows
     rows = tl.program_id(0) * BT + tl.arange(0, BT)
     split = tl.program_id(1)
     row_exists = rows < num_tokens
     columns = tl.arange(0, N * PARTS)
-    end = tl.minimum((split + 1) * split_width, width)
+    end = tl.minimum((split + 1) * tiles * BK, width)
     acc = tl.zeros([BT, N * PARTS], tl.float32)
-    for start in range(split * split_width, end, BK):
+    for start in range(split * tiles * BK, end, BK):
         k = start + tl.arange(0, BK)
         exists = row_exists[:, None] & (k < end)[None, :]
         f = tl.load(fn + k.to(tl.int64)[:, None] * (N * PARTS) + columns[None, :], mask=(k < end)[:, None], other=0.0)
@@ -46,7 +49,7 @@ def project(
     tl.store(partial + row[:, None] * N + tl.arange(0, N)[None, :], acc, mask=row_exists[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "width", "splits", "iterations"])
 def make_site(
     partial,  # float32 [splits, T, N]
     squares,  # float32 [T]

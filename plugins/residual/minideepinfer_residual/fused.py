@@ -48,9 +48,10 @@ class Tile:
     splits: int
 
     def cut(self, width: int) -> tuple[int, int]:
-        """Channels of a program, and programs of a row: by the width only, so that no sum depends on the batch."""
-        share = triton.cdiv(triton.cdiv(width, self.splits), self.channels) * self.channels
-        return share, int(triton.cdiv(width, share))
+        """Tiles of a program, and programs of a row: by the width only, so that no sum depends on the batch."""
+        tiles = -(-width // self.channels)
+        each = -(-tiles // self.splits)
+        return each, -(-tiles // each)
 
 
 TILES = {torch.bfloat16: Tile(64, 128, 4, 3, 8), torch.float32: Tile(32, 32, 4, 1, 8)}
@@ -94,15 +95,17 @@ class FusedResidual:
 
     def enter(self, streams: Tensor, pre: Tensor, weights: SplitWeights, norm_weight: Tensor) -> Entered:
         """See `ResidualOperator.enter`."""
-        return Entered(streams, self.collapse(streams, pre, norm_weight), self._coefficients(streams, weights))
+        x, squares = streams.new_empty(len(streams), streams.shape[2]), pre.new_empty(len(streams))
+        self._rows(streams, pre=pre, x=x, norm_weight=norm_weight, squares=squares)
+        return Entered(streams, x, self._coefficients(streams, squares, weights))
 
     def advance(
         self, streams: Tensor, output: Tensor, site: Coefficients, weights: SplitWeights, norm_weight: Tensor
     ) -> Entered:
         """See `ResidualOperator.advance`."""
-        mixed, x = torch.empty_like(streams), torch.empty_like(output)
-        self._rows(streams, output, site, mixed, site.pre, x, norm_weight)
-        return Entered(mixed, x, self._coefficients(mixed, weights))
+        mixed, x, squares = torch.empty_like(streams), torch.empty_like(output), site.pre.new_empty(len(streams))
+        self._rows(streams, output, site, mixed, site.pre, x, norm_weight, squares)
+        return Entered(mixed, x, self._coefficients(mixed, squares, weights))
 
     def mix(self, streams: Tensor, output: Tensor, site: Coefficients) -> Tensor:
         """See `ResidualOperator.mix`."""
@@ -112,8 +115,8 @@ class FusedResidual:
 
     def collapse(self, streams: Tensor, pre: Tensor, norm_weight: Tensor | None) -> Tensor:
         """See `ResidualOperator.collapse`."""
-        x = streams.new_empty(len(streams), streams.shape[2])
-        self._rows(streams, pre=pre, x=x, norm_weight=norm_weight)
+        x, squares = streams.new_empty(len(streams), streams.shape[2]), pre.new_empty(len(streams))
+        self._rows(streams, pre=pre, x=x, norm_weight=norm_weight, squares=squares)
         return x
 
     def _rows(
@@ -125,6 +128,7 @@ class FusedResidual:
         pre: Tensor | None = None,
         x: Tensor | None = None,
         norm_weight: Tensor | None = None,
+        squares: Tensor | None = None,
     ) -> None:
         """Read the streams once: into `mixed` if there is a site, and into x if there is `pre`."""
         tokens, num_streams, hidden = streams.shape
@@ -139,36 +143,38 @@ class FusedResidual:
             norm_weight,
             mixed,
             x,
+            squares,
             hidden,
             self._problem.rms_norm_eps,
             S=num_streams,
             MIX=mixed is not None,
             COLLAPSE=x is not None,
             NORM=norm_weight is not None,
+            ALIGNED=hidden % 16 == 0,
             CHUNKS=triton.cdiv(hidden, CHANNELS),
             BH=CHANNELS,
             num_warps=ROW_WARPS,
         )
 
-    def _coefficients(self, streams: Tensor, weights: SplitWeights) -> Coefficients:
-        """Those of the site that streams `[T, S, H]` enter."""
+    def _coefficients(self, streams: Tensor, squares: Tensor, weights: SplitWeights) -> Coefficients:
+        """Those of the site that streams `[T, S, H]` enter; `squares` `[T]` are summed over a row."""
         tokens, num_streams, hidden = streams.shape
         width, columns, tile = num_streams * hidden, num_columns(num_streams), self._tile
-        share, splits = tile.cut(width)
+        tiles, splits = tile.cut(width)
         base = weights.base
         pre, post = base.new_empty(tokens, num_streams), base.new_empty(tokens, num_streams)
         site = Coefficients(pre, post, base.new_empty(tokens, num_streams, num_streams))
         if not tokens:
             return site
-        partial, squares = base.new_empty(splits, tokens, columns), base.new_empty(splits, tokens)
+        partial = base.new_empty(splits, tokens, columns)
         project[triton.cdiv(tokens, tile.rows), splits](
             streams,
             weights.fn,
             partial,
-            squares,
             tokens,
             width,
-            share,
+            tiles,
+            ALIGNED=width % 16 == 0,
             N=columns,
             PARTS=weights.fn.shape[1] // columns,
             BT=tile.rows,

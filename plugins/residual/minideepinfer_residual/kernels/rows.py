@@ -2,7 +2,7 @@
 
 A program has one row. It reads the row's S streams once, BH channels at a time, mixes them in registers and writes
 them, adds up what is collapsed, keeps that in registers until its mean square is known, and writes it normalised. The
-coefficients of the row are scalars. Nothing is shared between programs.
+squares of the streams that leave are summed on the way. Coefficients are scalars; nothing is shared between programs.
 """
 
 # ruff: noqa: RUF005 (Triton knows no starred tuples)
@@ -14,7 +14,7 @@ import triton.language as tl
 from minideepinfer_residual.kernels.casts import narrow, widen
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["hidden_size"])
 def rows_pass(
     streams,  # [T, S, H]
     output,  # [T, H]
@@ -24,15 +24,19 @@ def rows_pass(
     norm_weight,  # float32 [H]
     mixed,  # [T, S, H] out
     x,  # [T, H] out
+    squares,  # float32 [T] out with a norm, sums over the streams that leave
     hidden_size,
     norm_eps,
     S: tl.constexpr,
     MIX: tl.constexpr,
     COLLAPSE: tl.constexpr,
     NORM: tl.constexpr,
+    ALIGNED: tl.constexpr,  # hidden_size is a multiple of 16
     CHUNKS: tl.constexpr,
     BH: tl.constexpr,
 ):
+    if ALIGNED:
+        hidden_size = hidden_size // 16 * 16  # what the compiler then knows
     row = tl.program_id(0).to(tl.int64)
     first = row * S
     weight, share, inflow = (), (), ()
@@ -43,7 +47,8 @@ def rows_pass(
             share = share + (tl.load(post + first + j),)
             for i in tl.static_range(S):
                 inflow = inflow + (tl.load(comb + (first + i) * S + j),)
-    total = 0.0
+    leaving_squared = tl.zeros([BH], tl.float32)
+    collapsed_squared = tl.zeros([BH], tl.float32)
     collapsed = ()
     for chunk in tl.static_range(CHUNKS):
         h = chunk * BH + tl.arange(0, BH)
@@ -64,6 +69,8 @@ def rows_pass(
                 rounded = narrow(value, mixed.dtype.element_ty)
                 tl.store(mixed + (first + j) * hidden_size + h, rounded, mask=exists)
                 leaving = widen(rounded)
+            if NORM:
+                leaving_squared += leaving * leaving
             if COLLAPSE:
                 u += weight[j] * leaving
         if COLLAPSE:
@@ -71,11 +78,12 @@ def rows_pass(
             if NORM:
                 collapsed = collapsed + (rounded,)
                 exact = widen(rounded)
-                total += tl.sum(exact * exact, 0)
+                collapsed_squared += exact * exact
             else:
                 tl.store(x + row * hidden_size + h, rounded, mask=exists)
     if NORM:
-        rho = tl.rsqrt(total / hidden_size + norm_eps)
+        tl.store(squares + row, tl.sum(leaving_squared, 0))
+        rho = tl.rsqrt(tl.sum(collapsed_squared, 0) / hidden_size + norm_eps)
         for chunk in tl.static_range(CHUNKS):
             h = chunk * BH + tl.arange(0, BH)
             exists = h < hidden_size

@@ -1,9 +1,9 @@
 """The coefficients of a site. N >= 2S + S^2 columns, a power of two.
 
-`project`: a tile of BT rows x BK channels (all streams side by side) times `fn` on tensor cores; a weight is two bfloat16
-numbers in neighbouring columns. Channels are split among programs, each of which leaves its part of the N products and
-of the sum of squares. `make_site` adds the parts in their order; a program has the S x S matrices of BT rows in
-registers through all Sinkhorn iterations.
+`project`: a tile of BT rows x BK channels (all streams side by side) times `fn` on tensor cores; a weight is two
+bfloat16 numbers in neighbouring columns. Channels are split among programs, each of which leaves its part of the N
+products. `make_site` adds the parts in their order; a program has the S x S matrices of BT rows in registers through
+all Sinkhorn iterations.
 """
 
 from __future__ import annotations
@@ -14,47 +14,45 @@ import triton.language as tl
 from minideepinfer_residual.kernels.casts import widen
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "width", "tiles"])
 def project(
     streams,  # [T, S * H]
     fn,  # [S * H, N * PARTS]
     partial,  # float32 [splits, T, N] out
-    squares,  # float32 [splits, T] out
     num_tokens,
     width,
-    split_width,
+    tiles,  # of a program
+    ALIGNED: tl.constexpr,  # width is a multiple of 16
     N: tl.constexpr,
     PARTS: tl.constexpr,
     BT: tl.constexpr,
     BK: tl.constexpr,
 ):
-    # The last rows first: the pass before wrote them last, and they may still lie in L2.
-    rows = (tl.num_programs(0) - 1 - tl.program_id(0)) * BT + tl.arange(0, BT)
+    if ALIGNED:
+        width = width // 16 * 16  # what the compiler then knows
+    rows = tl.program_id(0) * BT + tl.arange(0, BT)
     split = tl.program_id(1)
     row_exists = rows < num_tokens
     columns = tl.arange(0, N * PARTS)
-    end = tl.minimum((split + 1) * split_width, width)
+    end = tl.minimum((split + 1) * tiles * BK, width)
     acc = tl.zeros([BT, N * PARTS], tl.float32)
-    squared = tl.zeros([BT, BK // 8], tl.float32)
-    for start in range(split * split_width, end, BK):
+    for start in range(split * tiles * BK, end, BK):
         k = start + tl.arange(0, BK)
         exists = row_exists[:, None] & (k < end)[None, :]
         f = tl.load(fn + k.to(tl.int64)[:, None] * (N * PARTS) + columns[None, :], mask=(k < end)[:, None], other=0.0)
         tile = tl.load(streams + rows.to(tl.int64)[:, None] * width + k[None, :], mask=exists, other=0.0)
-        exact = widen(tile)
-        acc = tl.dot(exact if f.dtype == tl.float32 else tile, f, acc, input_precision="ieee")
-        squared += tl.sum(tl.reshape(exact * exact, [BT, BK // 8, 8]), 2)
+        # The tile has no other use: Triton 3.6 gives one of two uses a buffer too few, and products go wrong.
+        acc = tl.dot(widen(tile) if f.dtype == tl.float32 else tile, f, acc, input_precision="ieee")
     if PARTS == 2:
         acc = tl.sum(tl.reshape(acc, [BT, N, PARTS]), 2)
     row = (split * num_tokens + rows).to(tl.int64)
     tl.store(partial + row[:, None] * N + tl.arange(0, N)[None, :], acc, mask=row_exists[:, None])
-    tl.store(squares + row, tl.sum(squared, 1), mask=row_exists)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "width", "splits", "iterations"])
 def make_site(
     partial,  # float32 [splits, T, N]
-    squares,  # float32 [splits, T]
+    squares,  # float32 [T]
     base,  # float32 [2S + S^2]
     scale,  # float32 [3]
     pre,  # float32 [T, S] out
@@ -78,7 +76,7 @@ def make_site(
     row_exists = rows < num_tokens
     there = (parts < splits)[:, None] & row_exists[None, :]
     at = (parts[:, None] * num_tokens + rows[None, :]).to(tl.int64)
-    rho = tl.rsqrt(tl.sum(tl.load(squares + at, mask=there, other=0.0), 0) / width + norm_eps)
+    rho = tl.rsqrt(tl.load(squares + rows, mask=row_exists, other=0.0) / width + norm_eps)
 
     real = s < S
     some = there[:, :, None] & real[None, None, :]

@@ -63,25 +63,25 @@ class FusedIndexer:
         operands = Operands(q.contiguous(), head_weights.contiguous(), index_keys, plan.block_table)
         if pages is not None:
             operands = to_e4m3(operands.q, operands.head_weights, index_keys, plan, pages, self._tiling)
-        descriptor = self._describe(operands.keys)
+        descriptors = self._describe(operands)
         for chunk in plan.chunks:
             launch = Launch(problem, self._tiling, plan, chunk)
             lengths, pool = plan.visible, None
             if candidates is not None:
                 lengths, pool = launch.pool(candidates.contiguous())
-            launch.score(operands, lengths, pool, descriptor)
+            launch.score(operands, lengths, pool, descriptors)
             if blocks is not None:
                 launch.choose_blocks(blocks)
             launch.choose(indices, lengths, pool)
         return IndexerOutput(Selection(indices), blocks)
 
-    def _describe(self, keys: Tensor) -> Any:
-        """A descriptor of the keys for the copy engine; None if the kernel in plain Triton is to be used."""
+    def _describe(self, operands: Operands) -> Any:
+        """Descriptors for the copy engine; None if the kernel in plain Triton is to be used."""
         if not self._gluon:
             return None
         from minideepinfer_indexer.descriptor import describe
 
-        return describe(keys, self._tiling)
+        return describe(operands, self._tiling)
 
 
 def _suits_gluon(problem: IndexerProblem, fp8: bool) -> bool:

@@ -15,10 +15,10 @@ from minideepinfer_indexer.kernels.topk import pool_kernel, topk_kernel
 from minideepinfer_indexer.operands import Operands
 from minideepinfer_indexer.tiling import TOP, Chunk, Metadata, Tiling, at_least, round_up
 
-TILE = 1024
+TILE = 16384
 """Numbers that a program of the top-k chooses from at first, unless `topk` blocks hold more."""
-PROGRAMS = 1056
-"""Programs that fill the card: 132 multiprocessors, two at once, four times over."""
+TILE_OF_KEYS = 128
+"""A program scores a multiple of it."""
 _FLAGS = 2048
 _OPERANDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float8_e4m3fn: tl.float8e4nv}
 
@@ -62,21 +62,15 @@ class Launch:
         )
         return lengths, pool
 
-    def score(self, operands: Operands, lengths: Tensor, pool: Tensor | None, descriptor: Any = None) -> None:
-        """Fill the buffers; `descriptor` of the keys asks for the Gluon kernel."""
-        problem, tiling, chunk, keys = self._problem, self._tiling, self._chunk, operands.keys
-        num_tiles, width = len(chunk.tiles), self._metadata.width
-        per_program = min(round_up(-(-width * num_tiles // PROGRAMS), 128), 8192)
-        grid = (num_tiles, -(-width // per_program))
-        scales = operands.key_scales if operands.key_scales is not None else lengths
-        table, page_shift = operands.block_table, keys.shape[1].bit_length() - 1
-        inputs = (table, chunk.tiles, lengths)
-        outputs = (scales, self.scores, self.maxima, self.tops)
-        sizes = (chunk.rows.start, problem.num_heads, problem.head_dim)
+    def score(self, operands: Operands, lengths: Tensor, pool: Tensor | None, descriptors: Any = None) -> None:
+        """Fill the buffers; `descriptors` of queries and keys ask for the Gluon kernel."""
+        tiling, metadata = self._tiling, self._metadata
+        num_tiles, width = len(self._chunk.tiles), metadata.width
+        splits = -(-width // round_up(-(-width * num_tiles // tiling.programs), TILE_OF_KEYS))
+        per_program = round_up(-(-width // splits), TILE_OF_KEYS)
         constants = {
             "ROWS": tiling.rows,
             "HEADS": tiling.heads,
-            "DIM": tiling.dim,
             "ENTRIES": tiling.entries,
             "BLOCK": self._block,
             "TOP": TOP,
@@ -85,42 +79,83 @@ class Launch:
             "STAGES": tiling.stages,
             "num_warps": 4,
         }
-        if descriptor is not None:
-            from minideepinfer_indexer.kernels import scoring_gluon
+        grid = (num_tiles, splits)
+        if descriptors is None:
+            self._score_triton(grid, operands, lengths, pool, per_program, constants)
+        else:
+            self._score_gluon(grid, operands, lengths, descriptors, per_program, constants)
 
-            scoring_gluon.score_kernel[grid](
-                operands.q,
-                operands.head_weights,
-                descriptor,
-                *inputs,
-                *outputs,
-                *sizes,
-                table.shape[1],
-                page_shift,
-                width,
-                per_program,
-                **constants,
-            )
-            return
+    def _score_gluon(
+        self,
+        grid: tuple[int, int],
+        operands: Operands,
+        lengths: Tensor,
+        descriptors: Any,
+        per_program: int,
+        constants: dict[str, Any],
+    ) -> None:
+        from minideepinfer_indexer.descriptor import slab
+        from minideepinfer_indexer.kernels import scoring_gluon
+
+        table = operands.block_table
+        scoring_gluon.score_kernel[grid](
+            *descriptors,
+            operands.head_weights,
+            table,
+            self._chunk.tiles,
+            lengths,
+            operands.key_scales if operands.key_scales is not None else lengths,
+            self.scores,
+            self.maxima,
+            self.tops,
+            self._chunk.rows.start,
+            self._problem.num_heads,
+            table.shape[1],
+            operands.keys.shape[1].bit_length() - 1,
+            self._metadata.width,
+            per_program,
+            SLABS=self._tiling.dim // slab(self._tiling, operands.keys),
+            REGISTERS=self._tiling.registers,
+            **constants,
+        )
+
+    def _score_triton(
+        self,
+        grid: tuple[int, int],
+        operands: Operands,
+        lengths: Tensor,
+        pool: Tensor | None,
+        per_program: int,
+        constants: dict[str, Any],
+    ) -> None:
+        problem, keys, table = self._problem, operands.keys, operands.block_table
         scoring.score_kernel[grid](
             operands.q,
             operands.head_weights,
             keys,
-            *inputs,
+            table,
+            self._chunk.tiles,
+            lengths,
             pool if pool is not None else lengths,
-            *outputs,
-            *sizes,
+            operands.key_scales if operands.key_scales is not None else lengths,
+            self.scores,
+            self.maxima,
+            self.tops,
+            self._chunk.rows.start,
+            problem.num_heads,
+            problem.head_dim,
             keys.stride(0),
             keys.stride(1),
             table.shape[1],
-            page_shift,
+            keys.shape[1].bit_length() - 1,
             problem.candidate_topk_blocks,
             self._shift,
-            width,
+            self._metadata.width,
             per_program,
-            **constants,
+            DIM=self._tiling.dim,
             POOLED=pool is not None,
             OPERAND=tl.float32 if interpreting() else _OPERANDS[keys.dtype],
+            **constants,
         )
 
     def choose_blocks(self, blocks: Tensor) -> None:

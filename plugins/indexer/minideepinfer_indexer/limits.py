@@ -1,13 +1,26 @@
-"""Options of `fused` and what it cannot serve, without torch."""
+"""Options, tolerances and limits of `fused`, without torch."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-from minideepinfer.operators import OperatorOptions
+from minideepinfer.operators import OperatorOptions, OwnTolerance
 from minideepinfer.operators.problem import IndexerProblem
 
 MAX_BLOCK = 64
+
+FP8_TOLERANCES = tuple(
+    OwnTolerance(
+        dtype,
+        factor=2112.0,
+        reason="fp8 tensor cores align the 32 products of an instruction, and the sum before it, to the largest of them"
+        " and keep 13 bits behind the point: d/32 instructions lose at most 33·2⁻¹³·Σ|q k| each, together 33/32·2¹¹"
+        " times the family's d·2⁻²⁴·Σ|q k|; queries and keys are exact where the group exponents of a vector differ by"
+        " at most 14",
+        options={"arithmetic": "fp8"},
+    )
+    for dtype in ("float32", "bfloat16")
+)
 
 
 class FusedOptions(OperatorOptions):

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from minideepinfer.operators import TOKEN_INDICES, OperatorDeclaration, Properties, Support, Tier, hookimpl
+from minideepinfer.operators import (
+    TOKEN_INDICES,
+    OperatorDeclaration,
+    Properties,
+    Support,
+    Tier,
+    hookimpl,
+)
 
-from minideepinfer_indexer.limits import FusedOptions, refuses
+from minideepinfer_indexer.limits import FP8_TOLERANCES, FusedOptions, refuses
 
 OPERATORS = (
     OperatorDeclaration(
@@ -33,6 +40,7 @@ OPERATORS = (
         support=Support(devices=("cuda",), min_capability=(9, 0), requires=("triton",), interpreted=True),
         refuses=refuses,
         properties=Properties(deterministic=True, batch_invariant=True),
+        tolerances=FP8_TOLERANCES,
         options=FusedOptions,
     ),
 )

@@ -26,6 +26,8 @@ class Tiling:
         dim: channels, filled up.
         entries: of a tile of keys.
         stages: tiles of keys on their way at once.
+        programs: how many there are to be, if there is work for them.
+        registers: of a thread that multiplies (Gluon).
     """
 
     rows: int
@@ -33,17 +35,20 @@ class Tiling:
     dim: int
     entries: int
     stages: int
+    programs: int
+    registers: int = 240
 
     @classmethod
     def of(cls, problem: IndexerProblem) -> Tiling:
         """The tiling for a problem: as many rows as fill the product's 256 columns, one where rows share no keys."""
         heads, dim = at_least(16, problem.num_heads), at_least(16, problem.head_dim)
         if problem.uses_candidates:
-            return cls(1, heads, dim, entries=128, stages=2)
+            return cls(1, heads, dim, entries=128, stages=2, programs=4096)
         if problem.phase is Phase.DECODE:
-            return cls(1, heads, dim, entries=64, stages=4)
-        columns = 64 if problem.dtype == "float32" else 256
-        return cls(max(1, min(8, columns // heads)), heads, dim, entries=64, stages=2)
+            return cls(1, heads, dim, entries=64, stages=8, programs=264, registers=120)
+        if problem.dtype == "float32":
+            return cls(max(1, min(8, 64 // heads)), heads, dim, entries=64, stages=1, programs=1056)
+        return cls(max(1, min(8, 256 // heads)), heads, dim, entries=64, stages=6, programs=1056)
 
 
 @dataclass(frozen=True, eq=False)

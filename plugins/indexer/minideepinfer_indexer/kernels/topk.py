@@ -121,7 +121,7 @@ def _order(scores):
 
 @triton.jit
 def _threshold(order, topk, low, high):
-    """The highest value that at least `topk` reach, or a lower one that exactly `topk` reach; FIRST if both ends are."""
+    """The highest value that at least `topk` reach, or a lower one that exactly `topk` reach; `low` if it is `high`."""
     while low < high:
         middle = (low | high) - ((low ^ high) >> 1)  # rounded up, without overflow
         reached = tl.sum((order >= middle).to(tl.int32))

@@ -12,7 +12,7 @@ from minideepinfer.testing.checking import FAILED, check_one, check_operator
 from minideepinfer.testing.search import PROFILES
 from minideepinfer.testing.subject import Subject
 from minideepinfer.testing.tolerances import conformance
-from mutants import Mutant, attention, comm, indexer, moe
+from mutants import Mutant, attention, comm, indexer, moe, residual
 
 sys.path.append(str(Path(__file__).parents[1] / "examples/acme_ops"))
 from acme_ops.plugin import minideepinfer_operators as acme_declarations
@@ -31,6 +31,7 @@ MUTANTS = [
     *((mutant, NAIVE["indexer"]) for mutant in indexer.NAIVE),
     *((mutant, NAIVE["moe"]) for mutant in moe.NAIVE),
     *((mutant, NAIVE["comm"]) for mutant in comm.NAIVE),
+    *((mutant, NAIVE["residual"]) for mutant in residual.NAIVE),
 ]
 QUICK = replace(PROFILES["quick"], shrink=False)
 

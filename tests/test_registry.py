@@ -16,7 +16,7 @@ def plugins(monkeypatch: pytest.MonkeyPatch) -> Plugins:
 def test_own_operators_come_through_entry_points() -> None:
     registry = load_registry()
     found = {f"{family}:{operator.name}" for family in FAMILIES for operator in registry.operators(family)}
-    assert {"attention:naive", "indexer:naive", "moe:naive", "comm:single"} <= found
+    assert {"attention:naive", "indexer:naive", "moe:naive", "comm:single", "residual:naive"} <= found
     naive = registry.get("attention", "naive")
     assert (naive.distribution, naive.entry_point) == ("mini-deepinfer", "attention")
 
@@ -40,8 +40,8 @@ def test_unknown_operator_and_family_say_what_there_is(plugins: Plugins) -> None
     registry = load_registry(points=plugins.points([declaration("a"), declaration("b")]))
     with pytest.raises(OperatorError, match=r"'c'.*a \(acme\), b \(acme\)"):
         registry.get("attention", "c")
-    with pytest.raises(OperatorError, match=r"'residual'.*attention, indexer, moe, comm"):
-        registry.operators("residual")
+    with pytest.raises(OperatorError, match=r"'engram'.*attention, indexer, moe, comm, residual"):
+        registry.operators("engram")
 
 
 @pytest.mark.parametrize("item", ["acme", "acme:ops", "ACME:ops"])
@@ -141,7 +141,7 @@ def test_a_value_that_is_no_declaration_is_refused(plugins: Plugins) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"family": "residual"}, "has family 'residual'; families are"),
+        ({"family": "engram"}, "has family 'engram'; families are"),
         ({"name": "Fast"}, "has name 'Fast'"),
         ({"name": "fast one"}, "has name"),
         ({"name": "fast\n"}, "has name"),

@@ -10,6 +10,7 @@ from minideepinfer.testing.recipes.batch import BatchRecipe
 from minideepinfer.testing.recipes.comm import CommRecipe
 from minideepinfer.testing.recipes.indexer import ROLES, IndexerCase, IndexerRecipe
 from minideepinfer.testing.recipes.moe import ROUTINGS, MoeCase, MoeRecipe
+from minideepinfer.testing.recipes.residual import CALLS, PROJECTIONS, ResidualRecipe
 
 BOTH = ("float32", "bfloat16")
 SEEDS = st.integers(0, 2**31)
@@ -108,6 +109,25 @@ def comm_recipes(dtypes: tuple[str, ...] = BOTH) -> st.SearchStrategy[CommRecipe
         topk=st.integers(1, 6),
         rows=st.integers(0, 9),
         row_bytes=st.sampled_from([1, 5, 264]),
+        seed=SEEDS,
+    )
+
+
+def residual_recipes(dtypes: tuple[str, ...] = BOTH) -> st.SearchStrategy[ResidualRecipe]:
+    """Any legal call of a residual operator."""
+    return st.builds(
+        ResidualRecipe,
+        tokens=st.integers(0, 5),
+        dtype=st.sampled_from(dtypes),
+        call=st.sampled_from(("enter", "advance", *CALLS)),
+        num_streams=st.integers(1, 4),
+        hidden_size=st.sampled_from([1, 7, 32, 40, 103, 300]),
+        sinkhorn_iterations=st.sampled_from([1, 2, 3, 20]),
+        hc_eps=st.sampled_from([1e-6, 1e-6, 1e-2]),
+        projection=st.sampled_from(PROJECTIONS),
+        amplitude=st.sampled_from([1.0, 1.0, 1e-10, 1e3]),
+        base=st.sampled_from([1.0, 8.0, 100.0]),
+        scale=st.sampled_from([1.0, 0.1, 20.0]),
         seed=SEEDS,
     )
 

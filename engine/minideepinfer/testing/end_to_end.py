@@ -25,7 +25,7 @@ from minideepinfer.testing.subject import Subject, crashing
 
 def end_to_end(subject: Subject) -> None:
     """The comparison in every compute dtype, in the first model of which the operator serves a layer."""
-    for dtype in subject.dtypes[:1] if subject.interpreted else subject.dtypes:
+    for dtype in subject.dtypes:
         compare_in_model(subject, *nearest_model(subject, dtype))
 
 

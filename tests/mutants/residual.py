@@ -157,4 +157,12 @@ NAIVE = (
         "streams.float().flatten(1)",
         "(streams.float() * (torch.arange(streams.shape[-1]) < max(1, streams.shape[-1] // 8 * 8))).flatten(1)",
     ),
+    mutant(
+        "coefficients-of-an-earlier-step",
+        "end-to-end",
+        "return Entered(streams, self.collapse(streams, pre, norm_weight), self._coefficients(streams, weights))",
+        "self.kept = getattr(self, 'kept', {})\n"
+        "        site = self.kept.setdefault((id(weights), len(streams)), self._coefficients(streams, weights))\n"
+        "        return Entered(streams, self.collapse(streams, pre, norm_weight), site)",
+    ),
 )

@@ -13,7 +13,7 @@ import torch
 
 from minideepinfer.config import ModelConfig
 from minideepinfer.errors import OperatorError
-from minideepinfer.operators import FAMILIES, Phase
+from minideepinfer.operators import FAMILIES
 from minideepinfer.operators.plan import PlanKey
 from minideepinfer.operators.support import obstacles
 from minideepinfer.runtime.problems import layer_problems
@@ -25,7 +25,7 @@ from minideepinfer.testing.subject import Subject, crashing
 
 def end_to_end(subject: Subject) -> None:
     """The comparison in every compute dtype, in the first model of which the operator serves a layer."""
-    for dtype in subject.dtypes[:1] if subject.interpreted else subject.dtypes:
+    for dtype in subject.dtypes:
         compare_in_model(subject, *nearest_model(subject, dtype))
 
 
@@ -43,12 +43,13 @@ def compare_in_model(subject: Subject, stage: Stage, places: Iterable[PlanKey]) 
     """
     served = set(places)
 
-    def compare(family: str, layer: int, phase: Phase, case: Any) -> None:
-        if (family, layer, phase) in served:
+    def compare(place: PlanKey, case: Any) -> None:
+        if place in served:
             try:
                 subject.family.compare(subject, case, subject.run(case), subject.reference(case), 1.0)
             except Violation as violation:
-                raise Violation(f"layer {layer}, {phase}: {violation}") from None
+                where = place[2] if place[1] is None else f"layer {place[1]}, {place[2]}"
+                raise Violation(f"{where}: {violation}") from None
 
     with crashing(subject.registered):
         Rehearsal(stage, reference_ops(subject), ops_at(subject, served), subject.measure, compare).check()
@@ -113,8 +114,8 @@ def ops_at(subject: Subject, places: Iterable[PlanKey]) -> dict[str, Any]:
     ops: dict[str, Any] = dict(reference_ops(subject))
     family, name = subject.registered.declaration.family, subject.registered.name
     layers: dict[str, dict[str, str]] = {}
+    phases: dict[str, str] = {}
     for _, layer, phase in places:
-        if layer is None:
-            return ops | {family: name}
-        layers.setdefault(str(layer), {})[phase.value] = name
-    return ops | {family: {"default": ops[family], "layers": layers}}
+        chosen = phases if layer is None else layers.setdefault(str(layer), {})
+        chosen[phase.value] = name
+    return ops | {family: {"default": ops[family], "layers": layers, **phases}}

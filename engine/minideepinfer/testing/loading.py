@@ -35,7 +35,8 @@ def l1(subject: Subject) -> None:
         stage, places = nearest_model(subject, dtype, block)
         stage = replace(stage, path=_every_scale_its_own(stage.path), steps=SHORT)
         _check_dense(stage.runner(ops_at(subject, places)), stage.path, block)
-        compare_in_model(subject, stage, places)
+        if not subject.interpreted or block is BLOCKS[-1]:
+            compare_in_model(subject, stage, places)
     stage, places = nearest_model(subject, dtype)
     for block_size, words in (
         ([128, 128], (".scale", "has shape", "blocks of 128 x 128", "look like blocks of 32 x 32")),

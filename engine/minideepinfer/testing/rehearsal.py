@@ -20,14 +20,18 @@ from torch import Tensor
 
 from minideepinfer.config import EngineConfig
 from minideepinfer.model.step import Forced
-from minideepinfer.operators import TOKEN_INDICES, OperatorRegistry, Phase
+from minideepinfer.operators import TOKEN_INDICES, OperatorRegistry
 from minideepinfer.operators.plan import PlanKey
 from minideepinfer.runtime.request import Request
 from minideepinfer.runtime.runner import Runner
 from minideepinfer.runtime.scheduler import ScheduledRequest
+from minideepinfer.testing import residual_bounds
 from minideepinfer.testing.bounds import attention_bound, moe_bound
-from minideepinfer.testing.contract import Violation
+from minideepinfer.testing.contract import Outputs, Violation
 from minideepinfer.testing.margins import is_close
+from minideepinfer.testing.recipes.attention import AttentionCase
+from minideepinfer.testing.recipes.moe import MoeCase
+from minideepinfer.testing.recipes.residual import ResidualCase
 from minideepinfer.testing.watching import Watch
 
 STEPS = ((11, 0), (8, 9), (1, 1), (3, 7), (1, 1))
@@ -36,17 +40,35 @@ DRAWS = 2
 """Reference runs with moved results."""
 
 
-def _attention_bound(case: Any) -> Tensor:
-    return (attention_bound(case, case.q.dtype) + attention_bound(case, torch.float32))[:, None, None]
+def _attention_bounds(case: AttentionCase, outputs: Outputs) -> Outputs:
+    return {"heads": _of_both(case.q.dtype, lambda dtype: attention_bound(case, dtype)[:, None, None])}
 
 
-def _moe_bound(case: Any) -> Tensor:
-    return moe_bound(case, case.x.dtype).error + moe_bound(case, torch.float32).error
+def _moe_bounds(case: MoeCase, outputs: Outputs) -> Outputs:
+    return {"y": _of_both(case.x.dtype, lambda dtype: moe_bound(case, dtype).error)}
 
 
-BOUNDS: dict[str, Callable[[Any], Tensor]] = {"attention": _attention_bound, "moe": _moe_bound}
-"""By family the largest legal difference between two operators for a case; results of other families are imposed
-(indexer) or the same bits (comm), so that they move no logits."""
+def _residual_bounds(case: ResidualCase, outputs: Outputs) -> Outputs:
+    on_cpu = {name: tensor.cpu() for name, tensor in outputs.items()}
+
+    def bound(name: str) -> Tensor:
+        return _of_both(case.streams.dtype, lambda dtype: residual_bounds.truth(case, dtype, on_cpu)[name].error)
+
+    return {name: bound(name) for name in outputs}
+
+
+def _of_both(dtype: torch.dtype, bound: Callable[[torch.dtype], Tensor]) -> Tensor:
+    """What an operator in a dtype and the reference may be apart."""
+    return bound(dtype) + bound(torch.float32)
+
+
+BOUNDS: dict[str, Callable[[Any, Outputs], Outputs]] = {
+    "attention": _attention_bounds,
+    "moe": _moe_bounds,
+    "residual": _residual_bounds,
+}
+"""By family the largest legal difference between two operators, for a case and each of its results. Results of other
+families are imposed (indexer) or the same bits (comm), so that they move no logits."""
 
 
 @dataclass(frozen=True)
@@ -125,16 +147,16 @@ class Rehearsal:
         reference: reference operators by family.
         ops: the choice that is compared.
         measure: called with errors, bounds and a name; raises `Violation` if an error is larger.
-        visit: called with family, layer, phase and case of every call of the reference run.
+        visit: called with place and case of every call of the reference run.
     """
 
     stage: Stage
     reference: Mapping[str, str]
     ops: Mapping[str, Any]
     measure: Callable[[Tensor, Tensor, str], None]
-    visit: Callable[[str, int, Phase, Any], None] = lambda *_: None
+    visit: Callable[[PlanKey, Any], None] = lambda *_: None
     _moved: set[PlanKey] = field(default_factory=set)
-    _bounds: list[Tensor] = field(default_factory=list)
+    _bounds: list[Outputs] = field(default_factory=list)
     _unclear: list[bool] = field(default_factory=list)
 
     def check(self) -> None:
@@ -163,14 +185,14 @@ class Rehearsal:
             error = (found[step] - expected[step]).norm(dim=1)
             self.measure(error, bounds[step], f"logits of step {step}, row")
 
-    def _note(self, family: str, layer: int, phase: Phase, case: Any, result: Any) -> Any:
+    def _note(self, place: PlanKey, case: Any, outputs: Outputs) -> Outputs:
         """Look at a call of the reference run."""
-        self.visit(family, layer, phase, case)
-        if family == "indexer":
+        self.visit(place, case)
+        if place[0] == "indexer":
             self._unclear[-1] |= any(is_close(case, row) for row in range(len(case.q)))
-        if family in BOUNDS and (family, layer, phase) in self._moved:
-            self._bounds.append(BOUNDS[family](case))
-        return result
+        if place[0] in BOUNDS and place in self._moved:
+            self._bounds.append(BOUNDS[place[0]](case, outputs))
+        return outputs
 
     def _bound_of_logits(self, choices: Sequence[Forced], expected: Sequence[Tensor]) -> list[Tensor]:
         """Per step and row, the largest change of the logits over some runs with moved results."""
@@ -186,12 +208,16 @@ class Rehearsal:
 class _Mover:
     """Moves results by their bounds, in the order of the calls."""
 
-    def __init__(self, moved: set[PlanKey], bounds: Sequence[Tensor], seed: int) -> None:
+    def __init__(self, moved: set[PlanKey], bounds: Sequence[Outputs], seed: int) -> None:
         self.moved, self.bounds = moved, iter(bounds)
         self.generator = torch.Generator().manual_seed(seed)
 
-    def __call__(self, family: str, layer: int, phase: Phase, case: Any, result: Any) -> Any:
-        if family not in BOUNDS or (family, layer, phase) not in self.moved:
-            return result
-        signs = torch.randint(0, 2, result.shape, generator=self.generator) * 2 - 1
-        return (result.cpu().double() + signs * next(self.bounds)).to(result)
+    def __call__(self, place: PlanKey, case: Any, outputs: Outputs) -> Outputs:
+        if place[0] not in BOUNDS or place not in self.moved:
+            return outputs
+        bounds = next(self.bounds)
+        return {name: self._moved(tensor, bounds[name]) for name, tensor in outputs.items()}
+
+    def _moved(self, tensor: Tensor, bound: Tensor) -> Tensor:
+        signs = torch.randint(0, 2, tensor.shape, generator=self.generator) * 2 - 1
+        return (tensor.cpu().double() + signs * bound).to(tensor)

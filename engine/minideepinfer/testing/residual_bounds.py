@@ -6,6 +6,7 @@ be off by two units in the last place (4 · 2^-24), an exponential by its argume
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from minideepinfer.operators import Coefficients, HyperConnectionWeights, ResidualProblem
 from minideepinfer.testing.bounds import TINY
+from minideepinfer.testing.recipes.residual import ResidualCase
 from minideepinfer.testing.rounding import FLOAT32, UNIT, Approximate
 
 ULPS = 4 * FLOAT32
@@ -152,3 +154,22 @@ def _sinkhorn(logits: Approximate, iterations: int, eps: float) -> tuple[Approxi
 
 def _padded(number: Approximate) -> Approximate:
     return Approximate(number.value, number.error + TINY)
+
+
+def truth(case: ResidualCase, dtype: torch.dtype, found: Mapping[str, Tensor]) -> dict[str, Approximate]:
+    """What a call must return, and how far an operator that computes in a dtype may be off.
+
+    Behind an advance, x and the coefficients follow from the streams that the operator itself returned.
+    """
+    known = {}
+    streams, pre = case.streams, case.pre
+    if case.call in ("mix", "advance"):
+        known["streams"] = mixed(streams, case.output, case.site, dtype)
+        streams, pre = found["streams"], case.site.pre
+    if case.call != "mix":
+        norm = None if case.call == "collapse" else case.norm_weight
+        known["x"] = collapsed(streams, pre, norm, case.problem.rms_norm_eps, dtype)
+    if case.call in ("enter", "advance"):
+        entered = site(streams, case.weights, case.problem, dtype)
+        known |= {name: getattr(entered, name) for name in ("pre", "post", "comb")}
+    return known

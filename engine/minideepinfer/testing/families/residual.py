@@ -14,7 +14,7 @@ from minideepinfer.testing.contract import Conformance, Outputs, Relation, Toler
 from minideepinfer.testing.families.residual_cases import CASES, EDGES
 from minideepinfer.testing.recipes.residual import ResidualCase
 from minideepinfer.testing.relations import EVERYWHERE, OWN_MEMORY
-from minideepinfer.testing.rounding import FLOAT32, Approximate
+from minideepinfer.testing.rounding import FLOAT32
 from minideepinfer.testing.subject import Subject, difference
 from minideepinfer.testing.tensors import same_bits
 
@@ -28,25 +28,6 @@ def _widen(case: ResidualCase) -> ResidualCase:
     return replace(case, problem=problem, streams=case.streams.float(), output=case.output.float())
 
 
-def _truth(case: ResidualCase, dtype: torch.dtype, found: Mapping[str, Tensor]) -> dict[str, Approximate]:
-    """What a call must return, and how far an operator that computes in a dtype may be off.
-
-    Behind an advance, x and the coefficients follow from the streams that the operator itself returned.
-    """
-    truth = {}
-    streams, pre = case.streams, case.pre
-    if case.call in ("mix", "advance"):
-        truth["streams"] = residual_bounds.mixed(streams, case.output, case.site, dtype)
-        streams, pre = found["streams"], case.site.pre
-    if case.call != "mix":
-        norm = None if case.call == "collapse" else case.norm_weight
-        truth["x"] = residual_bounds.collapsed(streams, pre, norm, case.problem.rms_norm_eps, dtype)
-    if case.call in ("enter", "advance"):
-        site = residual_bounds.site(streams, case.weights, case.problem, dtype)
-        truth |= {name: getattr(site, name) for name in ("pre", "post", "comb")}
-    return truth
-
-
 def _compare(
     subject: Subject, case: ResidualCase, found: Mapping[str, Tensor], expected: Mapping[str, Tensor], slack: float
 ) -> None:
@@ -56,7 +37,7 @@ def _compare(
         wanted = torch.float32 if name in ("pre", "post", "comb") else dtype
         if found[name].shape != tensor.shape or found[name].dtype != wanted:
             raise Violation(f"{name}: {difference(found[name], tensor.to(wanted))}")
-    truth, reference = (_truth(case, each, found) for each in (dtype, torch.float32))
+    truth, reference = (residual_bounds.truth(case, each, found) for each in (dtype, torch.float32))
     for name in expected:
         follows = case.call == "advance" and name != "streams"
         right = truth[name].value if follows else expected[name].double()

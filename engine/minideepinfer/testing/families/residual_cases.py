@@ -9,6 +9,7 @@ import torch
 
 from minideepinfer.operators import HyperConnectionWeights
 from minideepinfer.testing.contract import ExplicitCase, Violation
+from minideepinfer.testing.families.whole_model import WHOLE_MODEL
 from minideepinfer.testing.recipes.residual import ResidualCase, ResidualRecipe
 from minideepinfer.testing.subject import Subject
 
@@ -102,4 +103,5 @@ CASES = (
     ExplicitCase("R2", "0 / 0 in a norm; an eps of 1e-6 by habit", r2),
     ExplicitCase("R3", "the low part of `fn` dropped, or a product in tf32", r3),
     ExplicitCase("R4", "rows or channels at the edge of a tile or of a program left out or counted twice", r4),
+    *WHOLE_MODEL,
 )

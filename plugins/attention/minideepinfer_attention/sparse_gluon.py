@@ -46,7 +46,7 @@ class Barriers(NamedTuple):
     empty: tuple
     ready: tuple
     summed: tuple
-    q_full: gl.shared_memory_descriptor
+    q_full: tuple
     q_empty: gl.shared_memory_descriptor
 
 
@@ -85,7 +85,7 @@ def _allocate():
         empty=(_barrier(1), _barrier(1), _barrier(1), _barrier(1)),
         ready=(_barrier(1), _barrier(1)),
         summed=(_barrier(1), _barrier(1)),
-        q_full=_barrier(copied),
+        q_full=(_barrier(copied), _barrier(copied)),
         q_empty=_barrier(2),
     )
     return tiles, bars

@@ -51,13 +51,17 @@ def _fresh_zero():
 
 
 @gluon.jit
-def _scores(tiles, bars, phase, wg: gl.constexpr):
+def _scores(tiles, bars, phase, q_phase, first, wg: gl.constexpr):
     """Start the scores `[H, 64]` of the own block, half of the channels after the other, as they arrive."""
     zero = _fresh_zero()
     s = gl.zeros([HEADS, BLOCK], gl.float32, SCORES)
+    if first:
+        mbarrier.wait(bars.q_full[0], q_phase)
     mbarrier.wait(bars.full[2 * wg], phase)
     fence_async_shared()
     s = warpgroup_mma(tiles.q[0].index(zero), tiles.kv[2 * wg].index(zero).permute((1, 0)), s, use_acc=False, is_async=True)
+    if first:
+        mbarrier.wait(bars.q_full[1], q_phase)
     mbarrier.wait(bars.full[2 * wg + 1], phase)
     fence_async_shared()
     return warpgroup_mma(tiles.q[1].index(zero), tiles.kv[2 * wg + 1].index(zero).permute((1, 0)), s, is_async=True)
@@ -78,10 +82,9 @@ def _publish(s, bias, m, scale, tiles, bars, wg: gl.constexpr):
 
 
 @gluon.jit
-def _add_own(o, m, l, s, bias, scale, last, tiles, bars, wg: gl.constexpr):
-    """Finish the own block: `s` is complete."""
+def _add_own(o, m, l, s, bias, scale, tiles, bars, wg: gl.constexpr):
+    """Publish and add the own block, whose scores `s` are complete."""
     p, weights, new_m = _publish(s, bias, m, scale, tiles, bars, wg)
-    mbarrier.arrive(bars.q_empty, pred=last)
     alpha = gl.exp2(m - new_m)
     o = o * gl.convert_layout(alpha, OUTPUT_ROW)[:, None]
     weights = gl.convert_layout(weights, gl.DotOperandLayout(0, OUTPUT, 2))
@@ -105,32 +108,23 @@ def _add_other(o, m, l, phase, tiles, bars, wg: gl.constexpr):
 
 
 @gluon.jit
-def _add_pair(o, m, l, phase, scale, last, tiles, bars, wg: gl.constexpr, eager: gl.constexpr):
-    """Add two blocks, in order. `eager`: start the second block's scores before the first block is added."""
-    bias_layout: gl.constexpr = gl.SliceLayout(0, SCORES)
-    if wg == 0:
-        s = _scores(tiles, bars, phase, wg)
-        bias = tiles.bias[wg].load(bias_layout)
-        s = warpgroup_mma_wait(0, deps=[s])
-        o, m, l = _add_own(o, m, l, s, bias, scale, last, tiles, bars, wg)
-        o, m, l = _add_other(o, m, l, phase, tiles, bars, wg)
-        o = warpgroup_mma_wait(0, deps=[o])
-        mbarrier.arrive(bars.empty[2])
-    elif eager:
-        s = _scores(tiles, bars, phase, wg)
-        bias = tiles.bias[wg].load(bias_layout)
+def _add_pair(o, m, l, phase, q_phase, scale, first, last, tiles, bars, wg: gl.constexpr):
+    """Add two blocks in order, the even one first. `first`, `last`: of this query."""
+    s = _scores(tiles, bars, phase, q_phase, first, wg)
+    bias = tiles.bias[wg].load(gl.SliceLayout(0, SCORES))
+    if wg == 1:
         o, m, l = _add_other(o, m, l, phase, tiles, bars, wg)
         o, s = warpgroup_mma_wait(0, deps=[o, s])
         mbarrier.arrive(bars.empty[1])
-        o, m, l = _add_own(o, m, l, s, bias, scale, last, tiles, bars, wg)
     else:
+        s = warpgroup_mma_wait(0, deps=[s])
+    if last:
+        mbarrier.arrive(bars.q_empty)
+    o, m, l = _add_own(o, m, l, s, bias, scale, tiles, bars, wg)
+    if wg == 0:
         o, m, l = _add_other(o, m, l, phase, tiles, bars, wg)
         o = warpgroup_mma_wait(0, deps=[o])
-        mbarrier.arrive(bars.empty[1])
-        s = _scores(tiles, bars, phase, wg)
-        bias = tiles.bias[wg].load(bias_layout)
-        s = warpgroup_mma_wait(0, deps=[s])
-        o, m, l = _add_own(o, m, l, s, bias, scale, last, tiles, bars, wg)
+        mbarrier.arrive(bars.empty[2])
     return o, m, l
 
 
@@ -165,12 +159,12 @@ def _halves(o):
 def _store_unrotated(o, out, cos, sin):
     """Rotate the last channels back in float32; one rounding before, one after."""
     plain, rest = _halves(o)
-    _store(plain, out, 1, 0, 128)
-    plain, turned = _halves(rest)
-    _store(plain, out, 1, 128, 64)
+    inner, turned = _halves(rest)
     a, b = turned.to(gl.float32).reshape([HEADS, ROPE // 2, 2]).split()
     angle = gl.arange(0, ROPE // 2, gl.SliceLayout(0, a.type.layout))
     c, s = gl.load(cos + angle)[None, :], gl.load(sin + angle)[None, :]
+    _store(plain, out, 1, 0, 128)
+    _store(inner, out, 1, 128, 64)
     turned = gl.join(a * c + b * s, b * c - a * s).reshape([HEADS, ROPE])
     _store(turned.to(gl.bfloat16), out, 1, 192, 64)
 
@@ -180,14 +174,15 @@ def attend(wg: gl.constexpr, neighbours: gl.constexpr, scale, sink, cos, sin, ou
     """The loop over queries of warpgroup `wg`. `neighbours`: see `share_of`."""
     phase = 0
     q_phase = 0
+    if sink is not None:
+        sink_logit = gl.load(sink + gl.arange(0, HEADS, SCORES_ROW)) * LOG2_E
     first, end, step = share_of(num_tokens, neighbours)
     for t in range(first, end, step):
         o = gl.zeros([HEADS, HALF], gl.float32, OUTPUT)
         m = gl.full([HEADS], NO_MAXIMUM, gl.float32, SCORES_ROW)
         l = gl.zeros([HEADS], gl.float32, SCORES_ROW)
-        mbarrier.wait(bars.q_full, q_phase)
         for pair in range(num_pairs):
-            o, m, l = _add_pair(o, m, l, phase, scale, pair == num_pairs - 1, tiles, bars, wg, neighbours)
+            o, m, l = _add_pair(o, m, l, phase, q_phase, scale, pair == 0, pair == num_pairs - 1, tiles, bars, wg)
             phase ^= 1
         tiles.total[wg].store(l)
         mbarrier.arrive(bars.summed[wg])
@@ -196,7 +191,7 @@ def attend(wg: gl.constexpr, neighbours: gl.constexpr, scale, sink, cos, sin, ou
         q_phase ^= 1
         denominator = l
         if sink is not None:
-            denominator += gl.exp2(gl.load(sink + gl.arange(0, HEADS, SCORES_ROW)) * LOG2_E - m)
+            denominator += gl.exp2(sink_logit - m)
         factor = gl.where(l > 0, 1 / denominator, 0.0)
         result = (o * gl.convert_layout(factor, OUTPUT_ROW)[:, None]).to(gl.bfloat16)
         row = out + t.to(gl.int64) * (2 * HALF * HEADS)

@@ -35,9 +35,9 @@ def _copy(table, row, tile, half: gl.constexpr):
 def _load_query(q, t, phase, tiles, bars):
     row = t * HEADS + gl.arange(0, HEADS, COPY_ROW)
     mbarrier.wait(bars.q_empty, phase)
-    _copy(q, row, tiles.q[0].index(0), 0)
-    _copy(q, row, tiles.q[1].index(0), 1)
-    async_copy.mbarrier_arrive(bars.q_full, increment_count=False)
+    for half in gl.static_range(2):
+        _copy(q, row, tiles.q[half].index(0), half)
+        async_copy.mbarrier_arrive(bars.q_full[half], increment_count=False)
 
 
 @gluon.jit

@@ -123,7 +123,7 @@ def window_prefill_kernel(q, window, window_rows, positions, sink, cos, sin, out
 def sparse_prefill(q, window, window_rows, pool, pool_rows, sink, scale, cos, sin, out):
     if q.shape[0]:
         sparse_prefill_kernel[_grid(q)](
-            q, window, window_rows, pool, pool_rows, sink, cos, sin, out,
+            q, window, window_rows, pool, pool_rows, sink, cos, sin, out.view(torch.int32),
             q.shape[0], pool_rows.shape[1], scale * LOG2_E.value, num_warps=4,
         )
     return out
@@ -132,7 +132,7 @@ def sparse_prefill(q, window, window_rows, pool, pool_rows, sink, scale, cos, si
 def window_prefill(q, window, window_rows, positions, sink, scale, cos, sin, out):
     if q.shape[0]:
         window_prefill_kernel[_grid(q)](
-            q, window, window_rows, positions, sink, cos, sin, out, q.shape[0], scale * LOG2_E.value, num_warps=4
+            q, window, window_rows, positions, sink, cos, sin, out.view(torch.int32), q.shape[0], scale * LOG2_E.value, num_warps=4
         )
     return out
 

@@ -129,44 +129,55 @@ def _add_pair(o, m, l, phase, q_phase, scale, first, last, tiles, bars, wg: gl.c
 
 
 @gluon.jit
-def _store(o, out, wg: gl.constexpr, first: gl.constexpr, width: gl.constexpr):
-    """Channels `first` to `first + width` of the half; a lane holds 16 bytes, a warp's store full sectors."""
-    if width == 256:
-        wide: gl.constexpr = [[0, 64], [0, 128]]
-    elif width == 128:
-        wide: gl.constexpr = [[0, 64]]
+def _pack(even, odd):
+    """Neighbouring channels rounded to bfloat16, as one int32."""
+    return gl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _store(packed, out, first: gl.constexpr):
+    """Write pairs of channels from pair `first` on; a lane gathers 16 bytes from its quad, a warp fills sectors."""
+    width: gl.constexpr = packed.shape[1]
+    if width == 128:
+        wide: gl.constexpr = [[0, 8], [0, 16], [0, 32], [0, 64]]
+    elif width == 64:
+        wide: gl.constexpr = [[0, 8], [0, 16], [0, 32]]
     else:
-        wide: gl.constexpr = []
+        wide: gl.constexpr = [[0, 8], [0, 16]]
     layout: gl.constexpr = gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [0, 4], [0, 32]] + wide + [[8, 0]],
-        lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        reg_bases=[[0, 1]] + wide + [[8, 0]],
+        lane_bases=[[0, 4], [0, 2], [1, 0], [2, 0], [4, 0]],
         warp_bases=[[16, 0], [32, 0]],
         block_bases=[],
         shape=[64, width],
     )
     row = gl.arange(0, HEADS, gl.SliceLayout(1, layout))
-    column = wg * HALF + first + gl.arange(0, width, gl.SliceLayout(0, layout))
-    gl.store(out + (row[:, None] * (2 * HALF) + column[None, :]), gl.convert_layout(o, layout))
+    column = first + gl.arange(0, width, gl.SliceLayout(0, layout))
+    gl.store(out + (row[:, None] * HALF + column[None, :]), gl.convert_layout(packed, layout))
 
 
 @gluon.jit
-def _halves(o):
+def _halves(x):
     """Left and right half of the columns."""
-    return o.reshape([o.shape[0], 2, o.shape[1] // 2]).permute([0, 2, 1]).split()
+    return x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute([0, 2, 1]).split()
 
 
 @gluon.jit
-def _store_unrotated(o, out, cos, sin):
+def _store_unrotated(even, odd, out, cos, sin):
     """Rotate the last channels back in float32; one rounding before, one after."""
-    plain, rest = _halves(o)
-    inner, turned = _halves(rest)
-    a, b = turned.to(gl.float32).reshape([HEADS, ROPE // 2, 2]).split()
+    left_even, right_even = _halves(even)
+    left_odd, right_odd = _halves(odd)
+    inner_even, a = _halves(right_even)
+    inner_odd, b = _halves(right_odd)
+    a = a.to(gl.bfloat16).to(gl.float32)
+    b = b.to(gl.bfloat16).to(gl.float32)
     angle = gl.arange(0, ROPE // 2, gl.SliceLayout(0, a.type.layout))
     c, s = gl.load(cos + angle)[None, :], gl.load(sin + angle)[None, :]
-    _store(plain, out, 1, 0, 128)
-    _store(inner, out, 1, 128, 64)
-    turned = gl.join(a * c + b * s, b * c - a * s).reshape([HEADS, ROPE])
-    _store(turned.to(gl.bfloat16), out, 1, 192, 64)
+    _store(_pack(left_even, left_odd), out, HALF // 2)
+    _store(_pack(inner_even, inner_odd), out, HALF - 64)
+    _store(_pack(a * c + b * s, b * c - a * s), out, HALF - 32)
 
 
 @gluon.jit
@@ -193,9 +204,10 @@ def attend(wg: gl.constexpr, neighbours: gl.constexpr, scale, sink, cos, sin, ou
         if sink is not None:
             denominator += gl.exp2(sink_logit - m)
         factor = gl.where(l > 0, 1 / denominator, 0.0)
-        result = (o * gl.convert_layout(factor, OUTPUT_ROW)[:, None]).to(gl.bfloat16)
-        row = out + t.to(gl.int64) * (2 * HALF * HEADS)
+        o = o * gl.convert_layout(factor, OUTPUT_ROW)[:, None]
+        even, odd = o.reshape([HEADS, HALF // 2, 2]).split()
+        row = out + t.to(gl.int64) * (HALF * HEADS)
         if wg == 1 and cos is not None:
-            _store_unrotated(result, row, cos + t * (ROPE // 2), sin + t * (ROPE // 2))
+            _store_unrotated(even, odd, row, cos + t * (ROPE // 2), sin + t * (ROPE // 2))
         else:
-            _store(result, row, wg, 0, 256)
+            _store(_pack(even, odd), row, wg * (HALF // 2))

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from minideepinfer.operators import load_registry
+from minideepinfer.operators import Selection, load_registry
 from minideepinfer.operators.problem import AttentionProblem
 from minideepinfer.testing.families.attention import FAMILY
 from minideepinfer.testing.recipes.attention import AttentionRecipe
@@ -17,6 +17,7 @@ from minideepinfer_attention.refusals import refuses
 from minideepinfer_attention.rows import pool_rows, window_buffer, window_layout
 from minideepinfer_attention.sparse import sparse_attention
 from minideepinfer_attention.window import WindowTile, WindowTiles
+from torch import Tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of what a kernel takes again
 
@@ -167,6 +168,20 @@ def test_what_cannot_be_served_is_refused() -> None:
 
 def _changed(problem: AttentionProblem, change: dict[str, object]) -> AttentionProblem:
     return replace(problem, **change)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("ratio", [0, 2])
+@pytest.mark.parametrize("decode", [False, True])
+def test_inputs_need_not_be_contiguous(ratio: int, decode: bool) -> None:
+    case = AttentionRecipe(BatchRecipe((3,), (20,), decode=decode), "bfloat16", 3, 16, 4, 5, ratio, 6).build()
+    strided = {name: _strided(getattr(case, name)) for name in ("q", "window_new", "cos", "sin")}
+    selection = case.selection and Selection(_strided(case.selection.indices))
+    operator = subject("fused").operator(case)
+    assert torch.equal(replace(case, **strided, selection=selection).run(operator), case.run(operator))
+
+
+def _strided(tensor: Tensor) -> Tensor:
+    return torch.stack([tensor, tensor], -1)[..., 0]
 
 
 def test_direct_attention_of_nothing() -> None:

@@ -13,6 +13,9 @@ from torch import Tensor
 from minideepinfer_attention.kernels.direct import combine_kernel, direct_kernel
 from minideepinfer_attention.tiles import FORM, LOG2E, head_tile, no_sink, num_programs
 
+MOST_SPLITS = 32
+"""`combine_kernel` holds the sums of one head of all of them."""
+
 
 @dataclass(frozen=True, eq=False)
 class DirectMetadata:
@@ -52,6 +55,7 @@ class DirectAttention:
     ) -> Tensor:
         """See `AttentionOperator.run`."""
         batch, (num_tokens, num_heads, dim) = metadata.batch, q.shape
+        q, window_new, cos, sin = (tensor.contiguous() for tensor in (q, window_new, cos, sin))
         out = torch.empty_like(q)
         if not num_tokens:
             return out
@@ -60,7 +64,8 @@ class DirectAttention:
         topk = 0 if selection is None else selection.indices.shape[1]
         window_tiles = triton.cdiv(self._window, tile["BLOCK_K"])
         num_tiles = window_tiles + triton.cdiv(topk, tile["BLOCK_K"])
-        tiles_per_split = triton.cdiv(num_tiles, max(1, self.programs // (num_tokens * head_tiles)))
+        wanted_splits = min(MOST_SPLITS, self.programs // (num_tokens * head_tiles))
+        tiles_per_split = triton.cdiv(num_tiles, max(1, wanted_splits))
         num_splits = triton.cdiv(num_tiles, tiles_per_split)
         partial = total = peak = None
         if num_splits > 1:
@@ -68,7 +73,7 @@ class DirectAttention:
             total, peak = torch.empty(2, num_splits, num_tokens, num_heads, dtype=torch.float32, device=q.device)
         sink = self._no_sink if sink is None else sink
         pool = window_ring if global_kv is None else global_kv
-        indices = batch.block_table if selection is None else selection.indices
+        indices = batch.block_table if selection is None else selection.indices.contiguous()
         lens = None if selection is None else selection.lens
         direct_kernel[num_tokens, head_tiles, num_splits](
             q,
@@ -83,7 +88,7 @@ class DirectAttention:
             metadata.context_lens,
             batch.ring_table,
             batch.window_start,
-            batch.block_table,
+            batch.block_table.contiguous(),
             sink,
             cos,
             sin,
@@ -108,8 +113,7 @@ class DirectAttention:
             **tile,
         )
         if partial is not None:
-            block_h = min(8, triton.next_power_of_2(num_heads))
-            combine_kernel[num_tokens, triton.cdiv(num_heads, block_h)](
+            combine_kernel[num_tokens, num_heads](
                 partial,
                 total,
                 peak,
@@ -121,7 +125,7 @@ class DirectAttention:
                 num_splits,
                 2 * cos.shape[1],
                 DIM=dim,
-                BLOCK_H=block_h,
+                BLOCK_S=triton.next_power_of_2(num_splits),
                 BLOCK_D=triton.next_power_of_2(dim),
                 num_warps=4,
             )

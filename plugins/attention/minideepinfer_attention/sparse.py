@@ -129,6 +129,7 @@ class SparseAttention:
         metadata: SparseMetadata,
     ) -> Tensor:
         """See `AttentionOperator.run`."""
+        q, window_new, cos, sin = (tensor.contiguous() for tensor in (q, window_new, cos, sin))
         layout = metadata.layout
         buffer = window_buffer(window_new, window_ring, layout)
         pool, rows = buffer, layout.rows[:, :0]

@@ -70,7 +70,7 @@ def _scores(tiles, bars, phase, q_phase, first, wg: gl.constexpr):
 @gluon.jit
 def _publish(s, bias, m, scale, tiles, bars, wg: gl.constexpr):
     """Weights of the own block against the new running maximum, for both warpgroups."""
-    s = s * scale + bias[None, :]
+    s = gl.where(bias[None, :] < 0, bias[None, :], s * scale)  # q may be NaN where there is no key
     new_m = gl.maximum(m, gl.max(s, 1))
     p = gl.exp2(s - new_m[:, None])
     tiles.maximum[wg].store(new_m)

@@ -148,5 +148,6 @@ class WindowAttention:
         metadata: WindowTiles,
     ) -> Tensor:
         """See `AttentionOperator.run`."""
+        q, window_new, cos, sin = (tensor.contiguous() for tensor in (q, window_new, cos, sin))
         buffer = window_buffer(window_new, window_ring, metadata.layout)
         return window_attention(q, buffer, metadata, self._no_sink if sink is None else sink, scale, cos, sin)

@@ -1,4 +1,4 @@
-"""Consumer side of `sparse_gluon`: two warpgroups turn tiles in shared memory into one query's output.
+"""Consumer side of `kernels.gluon`: two warpgroups turn tiles in shared memory into one query's output.
 
 A block of 64 keys is owned by one warpgroup (even blocks by 0, odd by 1). The owner computes scores and softmax weights
 and publishes weights and running maximum; both warpgroups then add the block into their own half of the channels. The
@@ -6,6 +6,7 @@ running maximum passes from block to block, so it is the same in both, and so is
 """
 
 from triton.experimental import gluon
+from triton.experimental.gluon import constexpr_function
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
@@ -46,7 +47,7 @@ def share_of(num_tokens, neighbours: gl.constexpr):
 
 @gluon.jit
 def _fresh_zero():
-    """Zero, unknown to the compiler: an index through it keeps the matrix descriptors from being hoisted and spilled."""
+    """Zero, unknown to the compiler: matrix descriptors that depend on it are not hoisted out of loops and spilled."""
     return gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
 
 
@@ -59,12 +60,14 @@ def _scores(tiles, bars, phase, q_phase, first, wg: gl.constexpr):
         mbarrier.wait(bars.q_full[0], q_phase)
     mbarrier.wait(bars.full[2 * wg], phase)
     fence_async_shared()
-    s = warpgroup_mma(tiles.q[0].index(zero), tiles.kv[2 * wg].index(zero).permute((1, 0)), s, use_acc=False, is_async=True)
+    keys = tiles.kv[2 * wg].index(zero).permute((1, 0))
+    s = warpgroup_mma(tiles.q[0].index(zero), keys, s, use_acc=False, is_async=True)
     if first:
         mbarrier.wait(bars.q_full[1], q_phase)
     mbarrier.wait(bars.full[2 * wg + 1], phase)
     fence_async_shared()
-    return warpgroup_mma(tiles.q[1].index(zero), tiles.kv[2 * wg + 1].index(zero).permute((1, 0)), s, is_async=True)
+    keys = tiles.kv[2 * wg + 1].index(zero).permute((1, 0))
+    return warpgroup_mma(tiles.q[1].index(zero), keys, s, is_async=True)
 
 
 @gluon.jit
@@ -82,21 +85,21 @@ def _publish(s, bias, m, scale, tiles, bars, wg: gl.constexpr):
 
 
 @gluon.jit
-def _add_own(o, m, l, s, bias, scale, tiles, bars, wg: gl.constexpr):
+def _add_own(o, m, total, s, bias, scale, tiles, bars, wg: gl.constexpr):
     """Publish and add the own block, whose scores `s` are complete."""
     p, weights, new_m = _publish(s, bias, m, scale, tiles, bars, wg)
     alpha = gl.exp2(m - new_m)
     o = o * gl.convert_layout(alpha, OUTPUT_ROW)[:, None]
     weights = gl.convert_layout(weights, gl.DotOperandLayout(0, OUTPUT, 2))
     o = warpgroup_mma(weights, tiles.kv[3 * wg].index(_fresh_zero()), o, is_async=True)
-    l = l * alpha + gl.sum(p, 1)
+    total = total * alpha + gl.sum(p, 1)
     o = warpgroup_mma_wait(0, deps=[o])
     mbarrier.arrive(bars.empty[3 * wg])
-    return o, new_m, l
+    return o, new_m, total
 
 
 @gluon.jit
-def _add_other(o, m, l, phase, tiles, bars, wg: gl.constexpr):
+def _add_other(o, m, total, phase, tiles, bars, wg: gl.constexpr):
     """Start adding the other warpgroup's block."""
     zero = _fresh_zero()
     mbarrier.wait(bars.ready[1 - wg], phase)
@@ -104,28 +107,28 @@ def _add_other(o, m, l, phase, tiles, bars, wg: gl.constexpr):
     alpha = gl.exp2(m - new_m)
     o = o * gl.convert_layout(alpha, OUTPUT_ROW)[:, None]
     o = warpgroup_mma(tiles.weights[1 - wg].index(zero), tiles.kv[2 - wg].index(zero), o, is_async=True)
-    return o, new_m, l * alpha
+    return o, new_m, total * alpha
 
 
 @gluon.jit
-def _add_pair(o, m, l, phase, q_phase, scale, first, last, tiles, bars, wg: gl.constexpr):
+def _add_pair(o, m, total, phase, q_phase, scale, first, last, tiles, bars, wg: gl.constexpr):
     """Add two blocks in order, the even one first. `first`, `last`: of this query."""
     s = _scores(tiles, bars, phase, q_phase, first, wg)
     bias = tiles.bias[wg].load(gl.SliceLayout(0, SCORES))
     if wg == 1:
-        o, m, l = _add_other(o, m, l, phase, tiles, bars, wg)
+        o, m, total = _add_other(o, m, total, phase, tiles, bars, wg)
         o, s = warpgroup_mma_wait(0, deps=[o, s])
         mbarrier.arrive(bars.empty[1])
     else:
         s = warpgroup_mma_wait(0, deps=[s])
     if last:
         mbarrier.arrive(bars.q_empty)
-    o, m, l = _add_own(o, m, l, s, bias, scale, tiles, bars, wg)
+    o, m, total = _add_own(o, m, total, s, bias, scale, tiles, bars, wg)
     if wg == 0:
-        o, m, l = _add_other(o, m, l, phase, tiles, bars, wg)
+        o, m, total = _add_other(o, m, total, phase, tiles, bars, wg)
         o = warpgroup_mma_wait(0, deps=[o])
         mbarrier.arrive(bars.empty[2])
-    return o, m, l
+    return o, m, total
 
 
 @gluon.jit
@@ -136,18 +139,19 @@ def _pack(even, odd):
     )
 
 
+@constexpr_function
+def _register_bases(width):
+    """Two neighbouring pairs, then every eighth column, then the row 8 below."""
+    return [[0, 1], *([0, column] for column in (8, 16, 32, 64) if column < width), [8, 0]]
+
+
 @gluon.jit
 def _store(packed, out, first: gl.constexpr):
-    """Write pairs of channels from pair `first` on; a lane gathers 16 bytes from its quad, a warp fills sectors."""
+    """Write pairs of channels from pair `first` on; lanes swap with their neighbours, so that a quad fills a sector."""
     width: gl.constexpr = packed.shape[1]
-    if width == 128:
-        wide: gl.constexpr = [[0, 8], [0, 16], [0, 32], [0, 64]]
-    elif width == 64:
-        wide: gl.constexpr = [[0, 8], [0, 16], [0, 32]]
-    else:
-        wide: gl.constexpr = [[0, 8], [0, 16]]
+    wide: gl.constexpr = _register_bases(width)
     layout: gl.constexpr = gl.DistributedLinearLayout(
-        reg_bases=[[0, 1]] + wide + [[8, 0]],
+        reg_bases=wide,
         lane_bases=[[0, 4], [0, 2], [1, 0], [2, 0], [4, 0]],
         warp_bases=[[16, 0], [32, 0]],
         block_bases=[],
@@ -181,8 +185,9 @@ def _store_unrotated(even, odd, out, cos, sin):
 
 
 @gluon.jit
-def attend(wg: gl.constexpr, neighbours: gl.constexpr, scale, sink, cos, sin, out, num_tokens, num_pairs, tiles, bars):
+def attend(wg: gl.constexpr, neighbours: gl.constexpr, task, tiles, bars):
     """The loop over queries of warpgroup `wg`. `neighbours`: see `share_of`."""
+    scale, sink, cos, sin, out, num_tokens, num_pairs = task
     phase = 0
     q_phase = 0
     if sink is not None:
@@ -191,19 +196,20 @@ def attend(wg: gl.constexpr, neighbours: gl.constexpr, scale, sink, cos, sin, ou
     for t in range(first, end, step):
         o = gl.zeros([HEADS, HALF], gl.float32, OUTPUT)
         m = gl.full([HEADS], NO_MAXIMUM, gl.float32, SCORES_ROW)
-        l = gl.zeros([HEADS], gl.float32, SCORES_ROW)
+        total = gl.zeros([HEADS], gl.float32, SCORES_ROW)
         for pair in range(num_pairs):
-            o, m, l = _add_pair(o, m, l, phase, q_phase, scale, pair == 0, pair == num_pairs - 1, tiles, bars, wg)
+            last = pair == num_pairs - 1
+            o, m, total = _add_pair(o, m, total, phase, q_phase, scale, pair == 0, last, tiles, bars, wg)
             phase ^= 1
-        tiles.total[wg].store(l)
+        tiles.total[wg].store(total)
         mbarrier.arrive(bars.summed[wg])
         mbarrier.wait(bars.summed[1 - wg], q_phase)
-        l += tiles.total[1 - wg].load(SCORES_ROW)
+        total += tiles.total[1 - wg].load(SCORES_ROW)
         q_phase ^= 1
-        denominator = l
+        denominator = total
         if sink is not None:
             denominator += gl.exp2(sink_logit - m)
-        factor = gl.where(l > 0, 1 / denominator, 0.0)
+        factor = gl.where(total > 0, 1 / denominator, 0.0)
         o = o * gl.convert_layout(factor, OUTPUT_ROW)[:, None]
         even, odd = o.reshape([HEADS, HALF // 2, 2]).split()
         row = out + t.to(gl.int64) * (HALF * HEADS)

@@ -1,142 +1,106 @@
-"""Sparse prefill attention on Hopper, in Gluon: window and selected rows of a shared K = V, 64 heads x 512.
-"""
+"""Host side of the Gluon kernels for attention on Hopper; what they compute is in `kernels.gluon`."""
 
-from typing import NamedTuple
+from __future__ import annotations
 
 import torch
 from torch import Tensor
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from minideepinfer_attention.sparse_gluon_attend import BLOCK, HALF, HEADS, LOG2_E, attend
-from minideepinfer_attention.sparse_gluon_load import load_ring, load_selected
-
-CONSUMER_REGISTERS = gl.constexpr(216)
-PRODUCER_REGISTERS = gl.constexpr(72)
-PRODUCER_THREADS = gl.constexpr(128)
+from minideepinfer_attention.kernels.gluon import sparse_prefill_kernel, window_prefill_kernel
+from minideepinfer_attention.tiles import LOG2E
 
 
-class Tiles(NamedTuple):
-    """Shared memory. Halves are of the channels; slot s holds every second block of 64 keys.
+def sparse_prefill(
+    q: Tensor,
+    window: Tensor,
+    window_rows: Tensor,
+    pool: Tensor,
+    pool_rows: Tensor,
+    sink: Tensor | None,
+    scale: float,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    out: Tensor,
+) -> Tensor:
+    """Attend to listed rows; a token's keys are those of its two lists together. All tensors are contiguous.
 
-    Attributes:
-        q: two halves `[1, 64, 256]`.
-        kv: halves of slot 0, halves of slot 1, `[1, 64, 256]`.
-        weights: of each slot's block, `[1, 64, 64]`.
-        bias: float32 `[64]` of each slot's keys, 0 or masked.
-        maximum: float32 `[64]`, the running maximum after each slot's block.
-        total: float32 `[64]`, each warpgroup's part of the denominator.
-        plan: int32 `[128]` row numbers in ring order.
+    Args:
+        q: bfloat16 `[T, 64, 512]`.
+        window: bfloat16 `[Nw, 512]`.
+        window_rows: int32 `[T, 128]`, row numbers in `window`; -1 = none, anywhere. Such a row is not read.
+        pool: bfloat16 `[Ng, 512]`; may have more than 2^31 elements.
+        pool_rows: int32 `[T, K]`, row numbers in `pool`; -1 = none.
+        sink: float32 `[64]` logits, in the denominator only; None = none.
+        scale: factor on the logits.
+        cos: float32 `[T, 32]` to rotate the last 64 channels back by (rounded before and after); None = leave them.
+        sin: float32 `[T, 32]`.
+        out: bfloat16 `[T, 64, 512]`, overwritten. A token without keys is exactly zero.
+
+    Returns:
+        `out`. Deterministic; a token's bits depend on nothing but its own inputs.
     """
-
-    q: tuple
-    kv: tuple
-    weights: tuple
-    bias: tuple
-    maximum: tuple
-    total: tuple
-    plan: gl.shared_memory_descriptor
-
-
-class Barriers(NamedTuple):
-    """`full` and `empty` go with `Tiles.kv`, `ready` with `weights` and `maximum`, `summed` with `total`."""
-
-    full: tuple
-    empty: tuple
-    ready: tuple
-    summed: tuple
-    q_full: tuple
-    q_empty: gl.shared_memory_descriptor
-
-
-@gluon.jit
-def _tile(columns: gl.constexpr):
-    layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-    return gl.allocate_shared_memory(gl.bfloat16, [1, 64, columns], layout)
-
-
-@gluon.jit
-def _vector(dtype: gl.constexpr, length: gl.constexpr):
-    return gl.allocate_shared_memory(dtype, [length], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-
-
-@gluon.jit
-def _barrier(count: gl.constexpr):
-    bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(bar, count=count)
-    return bar
-
-
-@gluon.jit
-def _allocate():
-    tiles = Tiles(
-        q=(_tile(256), _tile(256)),
-        kv=(_tile(256), _tile(256), _tile(256), _tile(256)),
-        weights=(_tile(64), _tile(64)),
-        bias=(_vector(gl.float32, 64), _vector(gl.float32, 64)),
-        maximum=(_vector(gl.float32, 64), _vector(gl.float32, 64)),
-        total=(_vector(gl.float32, 64), _vector(gl.float32, 64)),
-        plan=_vector(gl.int32, 128),
-    )
-    copied: gl.constexpr = PRODUCER_THREADS
-    bars = Barriers(
-        full=(_barrier(copied), _barrier(copied + 1), _barrier(copied), _barrier(copied + 1)),
-        empty=(_barrier(1), _barrier(1), _barrier(1), _barrier(1)),
-        ready=(_barrier(1), _barrier(1)),
-        summed=(_barrier(1), _barrier(1)),
-        q_full=(_barrier(copied), _barrier(copied)),
-        q_empty=_barrier(2),
-    )
-    return tiles, bars
-
-
-@gluon.jit(do_not_specialize=["num_tokens", "num_selected"])
-def sparse_prefill_kernel(q, window, window_rows, pool, pool_rows, sink, cos, sin, out, num_tokens, num_selected, scale):
-    tiles, bars = _allocate()
-    num_pairs = 1 + (num_selected + 2 * BLOCK - 1) // (2 * BLOCK)
-    gl.warp_specialize(
-        [
-            (attend, (gl.constexpr(0), gl.constexpr(False), scale, sink, cos, sin, out, num_tokens, num_pairs, tiles, bars)),
-            (attend, (gl.constexpr(1), gl.constexpr(False), scale, sink, cos, sin, out, num_tokens, num_pairs, tiles, bars)),
-            (load_selected, (q, window, window_rows, pool, pool_rows, num_tokens, num_selected, num_pairs, tiles, bars)),
-        ],
-        [4, 4],
-        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-    )
-
-
-@gluon.jit(do_not_specialize=["num_tokens"])
-def window_prefill_kernel(q, window, window_rows, positions, sink, cos, sin, out, num_tokens, scale):
-    tiles, bars = _allocate()
-    gl.warp_specialize(
-        [
-            (attend, (gl.constexpr(0), gl.constexpr(True), scale, sink, cos, sin, out, num_tokens, 1, tiles, bars)),
-            (attend, (gl.constexpr(1), gl.constexpr(True), scale, sink, cos, sin, out, num_tokens, 1, tiles, bars)),
-            (load_ring, (q, window, window_rows, positions, num_tokens, tiles, bars)),
-        ],
-        [4, 4],
-        [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
-    )
-
-
-def sparse_prefill(q, window, window_rows, pool, pool_rows, sink, scale, cos, sin, out):
-    if q.shape[0]:
+    if len(q):
         sparse_prefill_kernel[_grid(q)](
-            q, window, window_rows, pool, pool_rows, sink, cos, sin, out,
-            q.shape[0], pool_rows.shape[1], scale * LOG2_E.value, num_warps=4,
+            q,
+            window,
+            window_rows,
+            pool,
+            pool_rows,
+            sink,
+            cos,
+            sin,
+            out.view(torch.int32),
+            len(q),
+            pool_rows.shape[1],
+            scale * LOG2E,
+            num_warps=4,
         )
     return out
 
 
-def window_prefill(q, window, window_rows, positions, sink, scale, cos, sin, out):
-    if q.shape[0]:
+def window_prefill(
+    q: Tensor,
+    window: Tensor,
+    window_rows: Tensor,
+    positions: Tensor,
+    sink: Tensor | None,
+    scale: float,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    out: Tensor,
+) -> Tensor:
+    """Attend to windows alone; fast where tokens that follow each other share most of their rows.
+
+    Args:
+        q: bfloat16 `[T, 64, 512]`.
+        window: bfloat16 `[Nw, 512]`.
+        window_rows: int32 `[T, 128]`, row numbers in `window` of the positions `p - 127 .. p`; -1 = none.
+        positions: integer `[T]`, p; they decide the order of sums, so that it is the same in every batch.
+        sink: as in `sparse_prefill`.
+        scale: factor on the logits.
+        cos: as in `sparse_prefill`.
+        sin: as in `sparse_prefill`.
+        out: bfloat16 `[T, 64, 512]`, overwritten. A token without keys is exactly zero.
+
+    Returns:
+        `out`. Deterministic; a token's bits depend on nothing but its own inputs.
+    """
+    if len(q):
         window_prefill_kernel[_grid(q)](
-            q, window, window_rows, positions, sink, cos, sin, out, q.shape[0], scale * LOG2_E.value, num_warps=4
+            q,
+            window,
+            window_rows,
+            positions,
+            sink,
+            cos,
+            sin,
+            out.view(torch.int32),
+            len(q),
+            scale * LOG2E,
+            num_warps=4,
         )
     return out
 
 
 def _grid(q: Tensor) -> tuple[int]:
     """One program per multiprocessor: shared memory holds one."""
-    return (min(q.shape[0], torch.cuda.get_device_properties(q.device).multi_processor_count),)
+    return (min(len(q), torch.cuda.get_device_properties(q.device).multi_processor_count),)

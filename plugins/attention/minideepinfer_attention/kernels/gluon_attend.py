@@ -1,4 +1,4 @@
-"""Consumer side of `sparse_gluon`: two warpgroups turn tiles in shared memory into one query's output.
+"""Consumer side of `kernels.gluon`: two warpgroups turn tiles in shared memory into one query's output.
 
 A block of 64 keys is owned by one warpgroup (even blocks by 0, odd by 1). The owner computes scores and softmax weights
 and publishes weights and running maximum; both warpgroups then add the block into their own half of the channels. The
@@ -6,6 +6,7 @@ running maximum passes from block to block, so it is the same in both, and so is
 """
 
 from triton.experimental import gluon
+from triton.experimental.gluon import constexpr_function
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
@@ -46,7 +47,7 @@ def share_of(num_tokens, neighbours: gl.constexpr):
 
 @gluon.jit
 def _fresh_zero():
-    """Zero, unknown to the compiler: an index through it keeps the matrix descriptors from being hoisted and spilled."""
+    """Zero, unknown to the compiler: matrix descriptors that depend on it are not hoisted out of loops and spilled."""
     return gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
 
 
@@ -59,18 +60,20 @@ def _scores(tiles, bars, phase, q_phase, first, wg: gl.constexpr):
         mbarrier.wait(bars.q_full[0], q_phase)
     mbarrier.wait(bars.full[2 * wg], phase)
     fence_async_shared()
-    s = warpgroup_mma(tiles.q[0].index(zero), tiles.kv[2 * wg].index(zero).permute((1, 0)), s, use_acc=False, is_async=True)
+    keys = tiles.kv[2 * wg].index(zero).permute((1, 0))
+    s = warpgroup_mma(tiles.q[0].index(zero), keys, s, use_acc=False, is_async=True)
     if first:
         mbarrier.wait(bars.q_full[1], q_phase)
     mbarrier.wait(bars.full[2 * wg + 1], phase)
     fence_async_shared()
-    return warpgroup_mma(tiles.q[1].index(zero), tiles.kv[2 * wg + 1].index(zero).permute((1, 0)), s, is_async=True)
+    keys = tiles.kv[2 * wg + 1].index(zero).permute((1, 0))
+    return warpgroup_mma(tiles.q[1].index(zero), keys, s, is_async=True)
 
 
 @gluon.jit
 def _publish(s, bias, m, scale, tiles, bars, wg: gl.constexpr):
     """Weights of the own block against the new running maximum, for both warpgroups."""
-    s = s * scale + bias[None, :]
+    s = gl.where(bias[None, :] < 0, bias[None, :], s * scale)  # q may be NaN where there is no key
     new_m = gl.maximum(m, gl.max(s, 1))
     p = gl.exp2(s - new_m[:, None])
     tiles.maximum[wg].store(new_m)
@@ -82,21 +85,21 @@ def _publish(s, bias, m, scale, tiles, bars, wg: gl.constexpr):
 
 
 @gluon.jit
-def _add_own(o, m, l, s, bias, scale, tiles, bars, wg: gl.constexpr):
+def _add_own(o, m, total, s, bias, scale, tiles, bars, wg: gl.constexpr):
     """Publish and add the own block, whose scores `s` are complete."""
     p, weights, new_m = _publish(s, bias, m, scale, tiles, bars, wg)
     alpha = gl.exp2(m - new_m)
     o = o * gl.convert_layout(alpha, OUTPUT_ROW)[:, None]
     weights = gl.convert_layout(weights, gl.DotOperandLayout(0, OUTPUT, 2))
     o = warpgroup_mma(weights, tiles.kv[3 * wg].index(_fresh_zero()), o, is_async=True)
-    l = l * alpha + gl.sum(p, 1)
+    total = total * alpha + gl.sum(p, 1)
     o = warpgroup_mma_wait(0, deps=[o])
     mbarrier.arrive(bars.empty[3 * wg])
-    return o, new_m, l
+    return o, new_m, total
 
 
 @gluon.jit
-def _add_other(o, m, l, phase, tiles, bars, wg: gl.constexpr):
+def _add_other(o, m, total, phase, tiles, bars, wg: gl.constexpr):
     """Start adding the other warpgroup's block."""
     zero = _fresh_zero()
     mbarrier.wait(bars.ready[1 - wg], phase)
@@ -104,74 +107,87 @@ def _add_other(o, m, l, phase, tiles, bars, wg: gl.constexpr):
     alpha = gl.exp2(m - new_m)
     o = o * gl.convert_layout(alpha, OUTPUT_ROW)[:, None]
     o = warpgroup_mma(tiles.weights[1 - wg].index(zero), tiles.kv[2 - wg].index(zero), o, is_async=True)
-    return o, new_m, l * alpha
+    return o, new_m, total * alpha
 
 
 @gluon.jit
-def _add_pair(o, m, l, phase, q_phase, scale, first, last, tiles, bars, wg: gl.constexpr):
+def _add_pair(o, m, total, phase, q_phase, scale, first, last, tiles, bars, wg: gl.constexpr):
     """Add two blocks in order, the even one first. `first`, `last`: of this query."""
     s = _scores(tiles, bars, phase, q_phase, first, wg)
     bias = tiles.bias[wg].load(gl.SliceLayout(0, SCORES))
     if wg == 1:
-        o, m, l = _add_other(o, m, l, phase, tiles, bars, wg)
+        o, m, total = _add_other(o, m, total, phase, tiles, bars, wg)
         o, s = warpgroup_mma_wait(0, deps=[o, s])
         mbarrier.arrive(bars.empty[1])
     else:
         s = warpgroup_mma_wait(0, deps=[s])
     if last:
         mbarrier.arrive(bars.q_empty)
-    o, m, l = _add_own(o, m, l, s, bias, scale, tiles, bars, wg)
+    o, m, total = _add_own(o, m, total, s, bias, scale, tiles, bars, wg)
     if wg == 0:
-        o, m, l = _add_other(o, m, l, phase, tiles, bars, wg)
+        o, m, total = _add_other(o, m, total, phase, tiles, bars, wg)
         o = warpgroup_mma_wait(0, deps=[o])
         mbarrier.arrive(bars.empty[2])
-    return o, m, l
+    return o, m, total
 
 
 @gluon.jit
-def _store(o, out, wg: gl.constexpr, first: gl.constexpr, width: gl.constexpr):
-    """Channels `first` to `first + width` of the half; a lane holds 16 bytes, a warp's store full sectors."""
-    if width == 256:
-        wide: gl.constexpr = [[0, 64], [0, 128]]
-    elif width == 128:
-        wide: gl.constexpr = [[0, 64]]
-    else:
-        wide: gl.constexpr = []
+def _pack(even, odd):
+    """Neighbouring channels rounded to bfloat16, as one int32."""
+    return gl.inline_asm_elementwise(
+        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@constexpr_function
+def _register_bases(width):
+    """Two neighbouring pairs, then every eighth column, then the row 8 below."""
+    return [[0, 1], *([0, column] for column in (8, 16, 32, 64) if column < width), [8, 0]]
+
+
+@gluon.jit
+def _store(packed, out, first: gl.constexpr):
+    """Write pairs of channels from pair `first` on; lanes swap with their neighbours, so that a quad fills a sector."""
+    width: gl.constexpr = packed.shape[1]
+    wide: gl.constexpr = _register_bases(width)
     layout: gl.constexpr = gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [0, 4], [0, 32]] + wide + [[8, 0]],
-        lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        reg_bases=wide,
+        lane_bases=[[0, 4], [0, 2], [1, 0], [2, 0], [4, 0]],
         warp_bases=[[16, 0], [32, 0]],
         block_bases=[],
         shape=[64, width],
     )
     row = gl.arange(0, HEADS, gl.SliceLayout(1, layout))
-    column = wg * HALF + first + gl.arange(0, width, gl.SliceLayout(0, layout))
-    gl.store(out + (row[:, None] * (2 * HALF) + column[None, :]), gl.convert_layout(o, layout))
+    column = first + gl.arange(0, width, gl.SliceLayout(0, layout))
+    gl.store(out + (row[:, None] * HALF + column[None, :]), gl.convert_layout(packed, layout))
 
 
 @gluon.jit
-def _halves(o):
+def _halves(x):
     """Left and right half of the columns."""
-    return o.reshape([o.shape[0], 2, o.shape[1] // 2]).permute([0, 2, 1]).split()
+    return x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute([0, 2, 1]).split()
 
 
 @gluon.jit
-def _store_unrotated(o, out, cos, sin):
+def _store_unrotated(even, odd, out, cos, sin):
     """Rotate the last channels back in float32; one rounding before, one after."""
-    plain, rest = _halves(o)
-    inner, turned = _halves(rest)
-    a, b = turned.to(gl.float32).reshape([HEADS, ROPE // 2, 2]).split()
+    left_even, right_even = _halves(even)
+    left_odd, right_odd = _halves(odd)
+    inner_even, a = _halves(right_even)
+    inner_odd, b = _halves(right_odd)
+    a = a.to(gl.bfloat16).to(gl.float32)
+    b = b.to(gl.bfloat16).to(gl.float32)
     angle = gl.arange(0, ROPE // 2, gl.SliceLayout(0, a.type.layout))
     c, s = gl.load(cos + angle)[None, :], gl.load(sin + angle)[None, :]
-    _store(plain, out, 1, 0, 128)
-    _store(inner, out, 1, 128, 64)
-    turned = gl.join(a * c + b * s, b * c - a * s).reshape([HEADS, ROPE])
-    _store(turned.to(gl.bfloat16), out, 1, 192, 64)
+    _store(_pack(left_even, left_odd), out, HALF // 2)
+    _store(_pack(inner_even, inner_odd), out, HALF - 64)
+    _store(_pack(a * c + b * s, b * c - a * s), out, HALF - 32)
 
 
 @gluon.jit
-def attend(wg: gl.constexpr, neighbours: gl.constexpr, scale, sink, cos, sin, out, num_tokens, num_pairs, tiles, bars):
+def attend(wg: gl.constexpr, neighbours: gl.constexpr, task, tiles, bars):
     """The loop over queries of warpgroup `wg`. `neighbours`: see `share_of`."""
+    scale, sink, cos, sin, out, num_tokens, num_pairs = task
     phase = 0
     q_phase = 0
     if sink is not None:
@@ -180,22 +196,24 @@ def attend(wg: gl.constexpr, neighbours: gl.constexpr, scale, sink, cos, sin, ou
     for t in range(first, end, step):
         o = gl.zeros([HEADS, HALF], gl.float32, OUTPUT)
         m = gl.full([HEADS], NO_MAXIMUM, gl.float32, SCORES_ROW)
-        l = gl.zeros([HEADS], gl.float32, SCORES_ROW)
+        total = gl.zeros([HEADS], gl.float32, SCORES_ROW)
         for pair in range(num_pairs):
-            o, m, l = _add_pair(o, m, l, phase, q_phase, scale, pair == 0, pair == num_pairs - 1, tiles, bars, wg)
+            last = pair == num_pairs - 1
+            o, m, total = _add_pair(o, m, total, phase, q_phase, scale, pair == 0, last, tiles, bars, wg)
             phase ^= 1
-        tiles.total[wg].store(l)
+        tiles.total[wg].store(total)
         mbarrier.arrive(bars.summed[wg])
         mbarrier.wait(bars.summed[1 - wg], q_phase)
-        l += tiles.total[1 - wg].load(SCORES_ROW)
+        total += tiles.total[1 - wg].load(SCORES_ROW)
         q_phase ^= 1
-        denominator = l
+        denominator = total
         if sink is not None:
             denominator += gl.exp2(sink_logit - m)
-        factor = gl.where(l > 0, 1 / denominator, 0.0)
-        result = (o * gl.convert_layout(factor, OUTPUT_ROW)[:, None]).to(gl.bfloat16)
-        row = out + t.to(gl.int64) * (2 * HALF * HEADS)
+        factor = gl.where(total > 0, 1 / denominator, 0.0)
+        o = o * gl.convert_layout(factor, OUTPUT_ROW)[:, None]
+        even, odd = o.reshape([HEADS, HALF // 2, 2]).split()
+        row = out + t.to(gl.int64) * (HALF * HEADS)
         if wg == 1 and cos is not None:
-            _store_unrotated(result, row, cos + t * (ROPE // 2), sin + t * (ROPE // 2))
+            _store_unrotated(even, odd, row, cos + t * (ROPE // 2), sin + t * (ROPE // 2))
         else:
-            _store(result, row, wg, 0, 256)
+            _store(_pack(even, odd), row, wg * (HALF // 2))

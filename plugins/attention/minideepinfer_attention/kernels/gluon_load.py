@@ -1,4 +1,4 @@
-"""Producer side of `sparse_gluon`: one warpgroup fills shared memory with asynchronous 16-byte copies.
+"""Producer side of `kernels.gluon`: one warpgroup fills shared memory with asynchronous 16-byte copies.
 
 A block of 64 keys lies in two tiles, one per half of the channels, because each half is released by the warpgroup that
 owns these channels. A row number of -1 copies nothing: the hardware fills with zeros, and the bias masks the key.
@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
-from minideepinfer_attention.sparse_gluon_attend import BLOCK, HALF, HEADS, share_of
+from minideepinfer_attention.kernels.gluon_attend import BLOCK, HALF, HEADS, share_of
 
 # Triton renamed it after 3.6.
 async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
@@ -66,8 +66,9 @@ def _block_rows(window_rows, pool_rows, t, pair, slot: gl.constexpr, num_selecte
 
 
 @gluon.jit
-def load_selected(q, window, window_rows, pool, pool_rows, num_tokens, num_selected, num_pairs, tiles, bars):
+def load_selected(q, lists, tiles, bars):
     """Window and selected rows of every n-th query; row numbers are read one pair of blocks ahead."""
+    window, window_rows, pool, pool_rows, num_tokens, num_selected, num_pairs = lists
     first, end, step = share_of(num_tokens, False)
     row0 = _block_rows(window_rows, pool_rows, first, 0, 0, num_selected, num_tokens)
     row1 = _block_rows(window_rows, pool_rows, first, 0, 1, num_selected, num_tokens)
@@ -75,10 +76,7 @@ def load_selected(q, window, window_rows, pool, pool_rows, num_tokens, num_selec
     q_phase = 1
     for t in range(first, end, step):
         for pair in range(num_pairs):
-            if pair == 0:
-                table = window
-            else:
-                table = pool
+            table = window if pair == 0 else pool
             last = pair == num_pairs - 1
             next_pair = gl.where(last, 0, pair + 1)
             next_t = gl.where(last, t + step, t)
@@ -115,8 +113,9 @@ def _refresh_half(window, changed, tiles, bars, slot: gl.constexpr, half: gl.con
 
 
 @gluon.jit
-def load_ring(q, window, window_rows, positions, num_tokens, tiles, bars):
+def load_ring(q, lists, tiles, bars):
     """The window of a run of neighbouring queries: 128 rows stay, and mostly one changes from query to query."""
+    window, window_rows, positions, num_tokens = lists
     first, end, step = share_of(num_tokens, True)
     before = gl.full([2 * BLOCK], -2, gl.int32, FLAT)
     row = _ring_rows(window_rows, positions, first, end)

@@ -85,12 +85,12 @@ class FusedIndexer:
 
 
 def _suits_gluon(problem: IndexerProblem, fp8: bool) -> bool:
-    """Whether keys come in boxes that the copy engine takes: rows of a multiple of 16 bytes, 8 at least."""
+    """Whether keys come in boxes that the copy engine takes: rows of a multiple of 16 bytes, 16 at least."""
     if problem.uses_candidates or (problem.dtype == "float32" and not fp8):
         return False
     if fp8:
         return problem.head_dim % 16 == 0
-    return problem.head_dim % 8 == 0 and problem.page_tokens // problem.compress_ratio >= 8
+    return problem.head_dim % 8 == 0 and problem.page_tokens // problem.compress_ratio >= 16
 
 
 def build(context: BuildContext) -> FusedIndexer:

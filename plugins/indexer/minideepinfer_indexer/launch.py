@@ -114,6 +114,7 @@ class Launch:
             operands.keys.shape[1].bit_length() - 1,
             self._metadata.width,
             per_program,
+            PARTS=self._tiling.parts,
             SLABS=self._tiling.dim // slab(self._tiling, operands.keys),
             REGISTERS=self._tiling.registers,
             **constants,
@@ -173,7 +174,7 @@ class Launch:
         of_blocks, width = leaves is self.maxima, leaves.shape[1]
         fan = width // blocks.shape[1] if levels > 1 else 1
         top_fan = TOP // self._block if levels > 2 else 1
-        size = at_least(64, width // fan // top_fan)
+        size, slots = at_least(64, width // fan // top_fan), at_least(16, chosen.shape[1])
         topk_kernel[(len(leaves),)](
             leaves,
             blocks,
@@ -188,14 +189,21 @@ class Launch:
             self._problem.candidate_topk_blocks,
             self._shift,
             LEAVES=size,
-            SLOTS=at_least(16, chosen.shape[1]),
+            SLOTS=slots,
             FAN=fan,
             TOP_FAN=top_fan,
             LEVELS=levels,
             PINNED=of_blocks,
             POOLED=pool is not None,
-            num_warps=4 if size <= 2048 else 8 if size <= 8192 else 16,
+            **_warps(max(size, slots * fan, slots * top_fan)),
         )
+
+
+def _warps(numbers: int) -> dict[str, int]:
+    """Warps of a program that chooses among so many numbers; few registers let more programs hide their waiting."""
+    if numbers <= 1024:
+        return {"num_warps": 4}
+    return {"num_warps": 8 if numbers <= 8192 else 16, "maxnreg": 64}
 
 
 def levels(leaves: int, topk: int, fans: tuple[int, ...]) -> int:

@@ -26,6 +26,7 @@ class Tiling:
         dim: channels, filled up.
         entries: of a tile of keys.
         stages: tiles of keys on their way at once.
+        parts: in which a tile's rows are multiplied and summed (Gluon).
         programs: how many there are to be, if there is work for them.
         registers: of a thread that multiplies (Gluon).
     """
@@ -37,6 +38,7 @@ class Tiling:
     stages: int
     programs: int
     registers: int = 240
+    parts: int = 1
 
     @classmethod
     def of(cls, problem: IndexerProblem) -> Tiling:
@@ -48,7 +50,7 @@ class Tiling:
             return cls(1, heads, dim, entries=64, stages=8, programs=264, registers=120)
         if problem.dtype == "float32":
             return cls(max(1, min(8, 64 // heads)), heads, dim, entries=64, stages=1, programs=1056)
-        return cls(max(1, min(8, 256 // heads)), heads, dim, entries=64, stages=6, programs=1056)
+        return cls(max(1, min(8, 256 // heads)), heads, dim, entries=64, stages=6, programs=1056, parts=2)
 
 
 @dataclass(frozen=True, eq=False)

@@ -26,17 +26,21 @@ def consume(
     WITH_TOPS: gl.constexpr,
     SCALED: gl.constexpr,
     STAGES: gl.constexpr,
+    PARTS: gl.constexpr,
 ):
-    """Every other tile of keys, beginning with the `number`-th."""
+    """Every other tile of keys, beginning with the `number`-th.
+
+    With two PARTS heads of the first rows are summed while the other rows' products run.
+    """
     head_weights, num_heads, lengths, table, key_scales = inputs
     key_smem, q_smem, full, empty, turn = shared
     row0, num_rows, _local = rows
-    PARTS: gl.constexpr = 2 if ROWS > 1 else 1  # heads of the first rows are summed while the others' products run
     PART: gl.constexpr = ROWS // PARTS
     product: gl.constexpr = gl.NVMMADistributedLayout(
         [3, 0], [4, 1], [16, PART * HEADS, 256 // key_smem.dtype.primitive_bitwidth]
     )
-    summed: gl.constexpr = gl.BlockedLayout([2, 1, 4], [32, 1, 1], [1, 4, 1], [2, 0, 1])
+    OWN: gl.constexpr = 4 if PART > 4 else 2  # consecutive entries of a thread
+    summed: gl.constexpr = gl.BlockedLayout([OWN, 1, 4], [ENTRIES // OWN, OWN // 2, 1], [1, 4, 1], [2, 0, 1])
     slot = gl.arange(0, PART, layout=gl.SliceLayout(0, gl.SliceLayout(2, summed)))
     length0 = gl.load(lengths + row0 + slot, mask=slot < num_rows, other=0)
     weight0 = _weights(head_weights, num_heads, row0, num_rows, 0, PART, HEADS, product)

@@ -8,8 +8,10 @@ sum over heads is mostly inside registers.
 import triton
 import triton.language as tl
 
+_ANY = ["first_row", "num_heads", "table_width", "page_shift", "candidate_width", "candidate_shift"]
 
-@triton.jit
+
+@triton.jit(do_not_specialize=_ANY)
 def score_kernel(
     q,
     head_weights,

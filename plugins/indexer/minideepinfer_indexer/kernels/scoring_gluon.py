@@ -40,6 +40,7 @@ def score_kernel(
     WITH_TOPS: gl.constexpr,
     SCALED: gl.constexpr,
     STAGES: gl.constexpr,
+    PARTS: gl.constexpr,
     SLABS: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
@@ -82,9 +83,9 @@ def score_kernel(
     gl.warp_specialize(
         [
             (consume, (gl.constexpr(0), LAYOUT, start, stop, rows, inputs, outputs, shared,
-                       ROWS, HEADS, ENTRIES, BLOCK, TOP, WITH_TOPS, SCALED, STAGES)),
+                       ROWS, HEADS, ENTRIES, BLOCK, TOP, WITH_TOPS, SCALED, STAGES, PARTS)),
             (consume, (gl.constexpr(1), LAYOUT, start, stop, rows, inputs, outputs, shared,
-                       ROWS, HEADS, ENTRIES, BLOCK, TOP, WITH_TOPS, SCALED, STAGES)),
+                       ROWS, HEADS, ENTRIES, BLOCK, TOP, WITH_TOPS, SCALED, STAGES, PARTS)),
             (_produce, (queries, keys, table, page_shift, row0, start, stop, shared, ENTRIES, STAGES)),
         ],
         [4, 1],

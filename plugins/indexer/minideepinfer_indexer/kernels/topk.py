@@ -13,7 +13,7 @@ FIRST = tl.constexpr(-(2**31) + 1)
 HIGHEST = tl.constexpr(2**31 - 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_row", "topk", "unit_shift", "candidate_width", "candidate_shift"])
 def topk_kernel(
     leaves,
     blocks,
@@ -130,7 +130,7 @@ def _threshold(order, topk, low, high):
     return low
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_row", "width", "shift"])
 def pool_kernel(
     candidates,
     visible,

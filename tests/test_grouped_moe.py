@@ -63,11 +63,11 @@ def _execute(assembly: str, registers: dict[str, int]) -> None:
 
 
 def _decoded(matrix: GroupedMatrix, fp8: bool) -> Tensor:
-    """The first block of the first expert, decoded by the assembly: float32 `[256, columns of a stage]`."""
+    """The first block of the first expert, decoded by the assembly: float32 `[128, columns of a stage]`."""
     groups = 4 if fp8 else 2
-    weights = torch.zeros(16, 2, 8, 32 * groups)  # warp, r8, row, column
+    weights = torch.zeros(8, 2, 8, 32 * groups)  # warp, r8, row, column
     words, exponents = matrix.words[0, 0, 0].flatten(2), matrix.exponents[0, 0, 0]
-    for warp in range(0, 16, 5):
+    for warp in range(0, 8, 3):
         for row in range(8):
             for quarter in range(4):
                 own = words[warp, row].view(4, groups, 2)[quarter].flatten().tolist()
@@ -89,14 +89,14 @@ def _decoded(matrix: GroupedMatrix, fp8: bool) -> Tensor:
                             column = 32 * half + 8 * (i & 3) + 2 * quarter
                             pair = torch.tensor([_bf16(bits & 0xFFFF), _bf16(bits >> 16)])
                             weights[warp, i >> 2, row, column : column + 2] = pair
-    return weights.transpose(1, 2).reshape(256, -1)
+    return weights.transpose(1, 2).reshape(128, -1)
 
 
 @pytest.mark.parametrize("fp8", [False, True])
 def test_the_assembly_decodes_what_was_packed_bit_by_bit(fp8: bool) -> None:
-    experts = random_experts(1, 256, 128, GENERATOR)
+    experts = random_experts(1, 128, 128, GENERATOR)
     low, high = (114, 126) if fp8 else (0, 129)  # random exponents as far apart as fits
-    scale = torch.randint(low, high, (1, 256, 4), generator=GENERATOR, dtype=torch.uint8)
+    scale = torch.randint(low, high, (1, 128, 4), generator=GENERATOR, dtype=torch.uint8)
     experts = replace(experts, w2_scale=scale)
     assert fits(experts, fp8)
     matrix = pack_grouped(experts, fp8).w2
@@ -104,13 +104,13 @@ def test_the_assembly_decodes_what_was_packed_bit_by_bit(fp8: bool) -> None:
     if fp8:
         weights *= matrix.row_scales[0][:, None]
     expected = decode_mxfp4(experts.w2[0], scale[0], torch.float32)[:, : weights.shape[1]]
-    rows = torch.arange(256) // 16 % 5 == 0
+    rows = torch.arange(128) // 16 % 3 == 0
     assert same_bits(weights[rows], expected[rows].bfloat16().float())
 
 
 def test_exponents_that_do_not_fit_are_told() -> None:
-    experts = random_experts(1, 256, 128, GENERATOR)
-    scale = torch.full((1, 256, 4), 120, dtype=torch.uint8)
+    experts = random_experts(1, 128, 128, GENERATOR)
+    scale = torch.full((1, 128, 4), 120, dtype=torch.uint8)
     for change, bf16, fp8 in (
         (131, False, True),
         (132, False, False),

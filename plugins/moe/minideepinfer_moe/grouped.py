@@ -27,25 +27,30 @@ class Shape:
 
     Attributes:
         tile_rows: most rows of a tile.
+        max_rows: rows that shared memory has room for.
         tiles: which of the kernel's tile sizes are compiled, as bits.
+        programs: on one multiprocessor.
+        registers: of a thread, at most.
     """
 
     tile_rows: int
+    max_rows: int
     tiles: int
+    programs: int
+    registers: int
 
 
-# Three sizes each, or registers would not do.
-MANY = Shape(tile_rows=144, tiles=0b00000110)
-SOME = Shape(tile_rows=96, tiles=0b00111000)
-FEW = Shape(tile_rows=64, tiles=0b11100000)
-SHAPES = {shape.tile_rows: shape for shape in (MANY, SOME, FEW)}
+MANY = Shape(tile_rows=320, max_rows=320, tiles=0b111111, programs=1, registers=255)
+FEW = Shape(tile_rows=96, max_rows=128, tiles=0b11111000000, programs=2, registers=128)
+FEW_ROWS = 80
+"""Rows an expert, on average, up to which two narrow tiles at a time beat one wide one."""
 
 
 def serves(problem: MoeProblem) -> bool:
     """Whether these products can serve a problem."""
     widths = problem.hidden_size, problem.intermediate_size
     chip = interpreting() or (problem.device == "cuda" and problem.capability == (9, 0))
-    return chip and problem.dtype == "bfloat16" and widths[0] % 256 == 0 and widths[1] % 128 == 0
+    return chip and problem.dtype == "bfloat16" and all(width % 128 == 0 for width in widths)
 
 
 class GroupedProducts:
@@ -63,9 +68,8 @@ class GroupedProducts:
         return pack_grouped(experts, self._fp8 and fits(experts, True))
 
     def tile_rows(self, max_rows: int, num_experts: int, dtype: torch.dtype) -> int:
-        """See `experts.tile_rows`."""
-        average = max_rows / num_experts
-        return (FEW if average <= 24 else SOME if average <= 80 else MANY).tile_rows
+        """96 rows for few rows an expert, 320 for many."""
+        return (FEW if max_rows <= FEW_ROWS * num_experts else MANY).tile_rows
 
     def gate_up(
         self,
@@ -135,7 +139,8 @@ def _launch(
         return
     from minideepinfer_moe.kernels.grouped import grouped_kernel  # Gluon is imported where it runs
 
-    grouped_kernel[(torch.cuda.get_device_properties(x.device).multi_processor_count,)](
+    shape = FEW if schedule.tile_rows == FEW.tile_rows else MANY
+    grouped_kernel[(torch.cuda.get_device_properties(x.device).multi_processor_count * shape.programs,)](
         x.view(torch.float8_e4m3fn) if fp8 else x,
         *tensors[:2],
         matrix.exponents.flatten().view(torch.int32),
@@ -147,10 +152,11 @@ def _launch(
         blocks,
         WIDTH=x.shape[1],
         OUT_WIDTH=out.shape[1],
-        TILES=SHAPES[schedule.tile_rows].tiles,
-        STAGES=5 if fp8 else 7,
+        MAX_ROWS=shape.max_rows,
+        TILES=shape.tiles,
+        STAGES=4 if fp8 else 5,
         UP=up,
         FP8=fp8,
-        num_warps=16,
-        maxnreg=128,
+        num_warps=8,
+        maxnreg=shape.registers,
     )

@@ -9,7 +9,7 @@ from minideepinfer.operators import PackedExperts
 from minideepinfer.quantization import unpack_e2m1
 from torch import Tensor
 
-BLOCK = 256
+BLOCK = 128
 """Rows of weights that a program multiplies with."""
 STAGE_BYTES = 128
 """Bytes of an activation row in one stage."""
@@ -32,11 +32,11 @@ _FP8_BITS = [
 
 @dataclass(frozen=True, eq=False)
 class GroupedMatrix:
-    """One matrix of every expert, `[E, N, K]`, N a multiple of 256.
+    """One matrix of every expert, `[E, N, K]`, N a multiple of 128.
 
     Attributes:
-        words: int32 `[E, N / 256, stages, 16 warps, 8 rows, 4 quarters, groups, 2 rows]`, 8 codes in each.
-        exponents: uint8 `[E, N / 256, stages, 16 warps, 8 rows, groups, 2 rows]`, as `grouped_decode` wants them.
+        words: int32 `[E, N / 128, stages, 8 warps, 8 rows, 4 quarters, groups, 2 rows]`, 8 codes in each.
+        exponents: uint8 `[E, N / 128, stages, 8 warps, 8 rows, groups, 2 rows]`, as `grouped_decode` wants them.
         row_scales: float32 `[E, N]` for FP8, what an output is to be multiplied by; empty for bfloat16.
     """
 
@@ -84,7 +84,7 @@ def _pack_expert(packed: Tensor, fp8: bool) -> Tensor:
     blocks, groups = codes.shape[0] // BLOCK, 4 if fp8 else 2
     # Of a group's 32 columns a quarter has, in a row: FP8 two runs of four, bfloat16 four pairs.
     split = (2, 4, 4) if fp8 else (4, 4, 2)
-    codes = codes.view(blocks, BLOCK // 16, 8, 2, -1, groups, *split)
+    codes = codes.view(blocks, 8, 8, 2, -1, groups, *split)
     codes = codes.permute(0, 4, 1, 2, 7, 5, 3, 6, 8)
     return _words(codes.reshape(*codes.shape[:-2], 8), fp8)
 
@@ -100,7 +100,7 @@ def _pack_matrix(packed: Tensor, scales: Tensor, fp8: bool) -> GroupedMatrix:
     else:
         exponents = exponents + _BF16_BIAS
     experts, rows, _ = scales.shape
-    exponents = exponents.to(torch.uint8).view(experts, rows // BLOCK, BLOCK // 16, 8, 2, -1, 4 if fp8 else 2)
+    exponents = exponents.to(torch.uint8).view(experts, rows // BLOCK, 8, 8, 2, -1, 4 if fp8 else 2)
     return GroupedMatrix(words, exponents.permute(0, 1, 5, 2, 3, 6, 4).contiguous(), row_scales)
 
 
@@ -108,7 +108,7 @@ def pack_grouped(experts: PackedExperts, fp8: bool) -> GroupedExperts:
     """Reorder the weights; once, when they are loaded.
 
     Args:
-        experts: H a multiple of 256, I of 128; exponents that `fits` allows.
+        experts: H and I multiples of 128; exponents that `fits` allows.
         fp8: whether products are to be FP8.
     """
     w13, scales = experts.w13.transpose(1, 2).flatten(1, 2), experts.w13_scale.transpose(1, 2).flatten(1, 2)

@@ -20,18 +20,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.core import _aggregate as aggregate
 
-from minideepinfer_moe.kernels.grouped_assembly import WARPS
 from minideepinfer_moe.kernels.grouped_decode import decode, load_words
 from minideepinfer_moe.kernels.grouped_store import opaque, store
 
-_SIZES = ((128, 32), (128, 16), (128, 0), (64, 32), (64, 16), (64, 0), (32, 0), (16, 0))
+_SIZES = (
+    *((256, 64), (256, 32), (256, 16), (256, 0), (128, 64), (128, 0)),
+    *((64, 32), (64, 16), (64, 0), (32, 0), (16, 0)),
+)
 """Tiles there are: rows in the first and in the second accumulator. `TILES` has a bit for each that is compiled."""
 _async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared  # before Triton 3.9
-_WARPS = gl.constexpr(WARPS)
-_ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0]))
-_ROWS_FP8 = gl.constexpr(gl.BlockedLayout([1, 16], [4, 8], [WARPS, 1], [1, 0]))
-_FLAT = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [WARPS, 1], [1, 0]))
-_FEW = gl.constexpr(gl.BlockedLayout([1, 1], [4, 8], [WARPS, 1], [1, 0]))
+_ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))
+_ROWS_FP8 = gl.constexpr(gl.BlockedLayout([1, 16], [4, 8], [8, 1], [1, 0]))
+_FLAT = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [8, 1], [1, 0]))
+_FEW = gl.constexpr(gl.BlockedLayout([1, 1], [4, 8], [8, 1], [1, 0]))
 
 
 @gluon.constexpr_function
@@ -63,6 +64,7 @@ class Call:
     blocks: gl.tensor
     WIDTH: gl.constexpr
     OUT_WIDTH: gl.constexpr
+    MAX_ROWS: gl.constexpr
     STAGES: gl.constexpr
     UP: gl.constexpr
     FP8: gl.constexpr
@@ -70,13 +72,13 @@ class Call:
     @gluon.constexpr_function
     def __init__(
         self, x, tokens, words, exponents, out, row_weights, x_scales, w_scales, tiles, limit, steps, blocks,
-        WIDTH, OUT_WIDTH, STAGES, UP, FP8,
+        WIDTH, OUT_WIDTH, MAX_ROWS, STAGES, UP, FP8,
     ):  # fmt: skip
         self.x, self.tokens, self.words, self.exponents, self.out = x, tokens, words, exponents, out
         self.row_weights, self.x_scales, self.w_scales, self.tiles = row_weights, x_scales, w_scales, tiles
         self.limit, self.steps, self.blocks = limit, steps, blocks
         self.WIDTH, self.OUT_WIDTH = gl.constexpr(WIDTH), gl.constexpr(OUT_WIDTH)
-        self.STAGES = gl.constexpr(STAGES)
+        self.MAX_ROWS, self.STAGES = gl.constexpr(MAX_ROWS), gl.constexpr(STAGES)
         self.UP, self.FP8 = gl.constexpr(UP), gl.constexpr(FP8)
 
 
@@ -115,18 +117,19 @@ def _fill(c, ring, slot, k, numbers, more, num_rows, at):
     """Start copying step k of a tile into a slot; nothing behind the last step."""
     if k < c.steps:
         _copy_rows(c, numbers, num_rows, ring.rows.index(slot), k, 0)
-        _copy_rows(c, more, num_rows, ring.extra.index(slot), k, 128)
+        if c.MAX_ROWS > 256:
+            _copy_rows(c, more, num_rows, ring.extra.index(slot), k, 256)
         # Words lie in memory as in shared memory.
         parts: gl.constexpr = 2 if c.FP8 else 1
         base = (at + k).to(gl.int64)
-        i = gl.expand_dims(gl.arange(0, _WARPS * parts, gl.SliceLayout(1, _FLAT)), 1)
+        i = gl.expand_dims(gl.arange(0, 8 * parts, gl.SliceLayout(1, _FLAT)), 1)
         j = gl.expand_dims(gl.arange(0, 128, gl.SliceLayout(0, _FLAT)), 0)
-        words = c.words + base * (128 * _WARPS * parts) + (i * 128 + j)
-        _async_load(ring.words.index(slot).reshape([_WARPS * parts, 128]), words)
-        i = gl.expand_dims(gl.arange(0, _WARPS, gl.SliceLayout(1, _FEW)), 1)
+        words = c.words + base * (1024 * parts) + (i * 128 + j)
+        _async_load(ring.words.index(slot).reshape([8 * parts, 128]), words)
+        i = gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(1, _FEW)), 1)
         j = gl.expand_dims(gl.arange(0, 8 * parts, gl.SliceLayout(0, _FEW)), 0)
-        exponents = c.exponents + base * (8 * _WARPS * parts) + (i * (8 * parts) + j)
-        _async_load(ring.exponents.index(slot).reshape([_WARPS, 8 * parts]), exponents)
+        exponents = c.exponents + base * (64 * parts) + (i * (8 * parts) + j)
+        _async_load(ring.exponents.index(slot).reshape([8, 8 * parts]), exponents)
     async_copy.commit_group()
 
 
@@ -138,8 +141,10 @@ def _locate(c, item, total):
     first, num_rows = gl.load(tile + 1), gl.load(tile + 2)
     block = gl.load(tile) * c.blocks + item % c.blocks
     layout: gl.constexpr = gl.SliceLayout(1, _ROWS_FP8 if c.FP8 else _ROWS)
-    numbers = first + gl.minimum(gl.arange(0, 128, layout), num_rows - 1)
-    more = first + gl.minimum(128 + gl.arange(0, 32, layout), num_rows - 1)
+    head: gl.constexpr = min(c.MAX_ROWS, 256)
+    tail: gl.constexpr = max(c.MAX_ROWS - 256, 32)
+    numbers = first + gl.minimum(gl.arange(0, head, layout), num_rows - 1)
+    more = first + gl.minimum(256 + gl.arange(0, tail, layout), num_rows - 1)
     if c.UP:
         numbers, more = gl.load(c.tokens + numbers), gl.load(c.tokens + more)
     return first, num_rows, block, numbers, more, block * c.steps
@@ -162,7 +167,7 @@ def _multiply(
     sums = warpgroup_mma(weights, rows.slice(0, N0).permute((1, 0)), sums, is_async=True)
     if N1 > 0:
         weights = gl.convert_layout(weights, L1, assert_trivial=True)
-        if N0 == 128:
+        if N0 + N1 > 256:
             other = ring.extra.index(slot).slice(HALF * width, width, dim=1).slice(0, N1)
         else:
             other = rows.slice(N0, N1)
@@ -185,12 +190,12 @@ def _tile(c, ring, slot, item, total, first, num_rows, block, numbers, more, at,
     """Compute the tile whose first stages are on their way, prefetch work item `item`, write the sums."""
     depth: gl.constexpr = 32 if c.FP8 else 16
     rest_rows: gl.constexpr = max(N1, 16)
-    m0: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [_WARPS, 1], [16, N0, depth])
-    m1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [_WARPS, 1], [16, rest_rows, depth])
+    m0: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, N0, depth])
+    m1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, rest_rows, depth])
     l0: gl.constexpr = gl.DotOperandLayout(0, m0, 4 if c.FP8 else 2)
     l1: gl.constexpr = gl.DotOperandLayout(0, m1, 4 if c.FP8 else 2)
-    sums = gl.zeros([_WARPS * 16, N0], gl.float32, m0)
-    rest = gl.zeros([_WARPS * 16, rest_rows], gl.float32, m1)
+    sums = gl.zeros([128, N0], gl.float32, m0)
+    rest = gl.zeros([128, rest_rows], gl.float32, m1)
     async_copy.wait_group(c.STAGES - 2)
     words0, words1, exponents0, exponents1 = load_words(ring.words.index(slot), ring.exponents.index(slot), c.FP8)
     before = gl.where(slot == 0, c.STAGES - 1, slot - 1)
@@ -223,7 +228,7 @@ def _count(tiles, max_tiles):
     """Tiles that have rows."""
     found = gl.to_tensor(0)
     for i in range(0, max_tiles, 256):
-        place = i + gl.arange(0, 256, gl.BlockedLayout([1], [32], [_WARPS], [0]))
+        place = i + gl.arange(0, 256, gl.BlockedLayout([1], [32], [8], [0]))
         rows = gl.load(tiles + place * 3 + 2, mask=place < max_tiles, other=0)
         found += gl.sum((rows > 0).to(gl.int32), 0)
     return found
@@ -232,7 +237,7 @@ def _count(tiles, max_tiles):
 @gluon.jit(do_not_specialize=["max_tiles", "steps", "blocks"])
 def grouped_kernel(
     x, tokens, words, exponents, out, row_weights, x_scales, w_scales, tiles, max_tiles, limit, steps, blocks,
-    WIDTH: gl.constexpr, OUT_WIDTH: gl.constexpr, TILES: gl.constexpr, STAGES: gl.constexpr,
+    WIDTH: gl.constexpr, OUT_WIDTH: gl.constexpr, MAX_ROWS: gl.constexpr, TILES: gl.constexpr, STAGES: gl.constexpr,
     UP: gl.constexpr, FP8: gl.constexpr,
 ):  # fmt: skip
     """Rows `[*, WIDTH]` of bfloat16 or e4m3 to `[R, OUT_WIDTH]`; `steps` stages of columns, `blocks` of outputs.
@@ -241,21 +246,21 @@ def grouped_kernel(
     """
     c = Call(
         x, tokens, words, exponents, out, row_weights, x_scales, w_scales, tiles, limit, steps, blocks,
-        WIDTH, OUT_WIDTH, STAGES, UP, FP8,
+        WIDTH, OUT_WIDTH, MAX_ROWS, STAGES, UP, FP8,
     )  # fmt: skip
     dtype: gl.constexpr = gl.float8e4nv if FP8 else gl.bfloat16
     columns: gl.constexpr = 128 if FP8 else 64
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 8 if FP8 else 16, 2)
     plain4: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
-    rows = gl.allocate_shared_memory(dtype, [STAGES, 128, columns], swizzled)
-    extra = gl.allocate_shared_memory(dtype, [STAGES, 32, columns], swizzled)
-    stage_words = gl.allocate_shared_memory(gl.int32, [STAGES, _WARPS, 8, 4, 8 if FP8 else 4], plain4)
+    rows = gl.allocate_shared_memory(dtype, [STAGES, min(MAX_ROWS, 256), columns], swizzled)
+    extra = gl.allocate_shared_memory(dtype, [STAGES, max(MAX_ROWS - 256, 8), columns], swizzled)
+    stage_words = gl.allocate_shared_memory(gl.int32, [STAGES, 8, 8, 4, 8 if FP8 else 4], plain4)
     if FP8:
         plain3: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-        stage_exponents = gl.allocate_shared_memory(gl.int32, [STAGES, _WARPS, 8, 2], plain3)
+        stage_exponents = gl.allocate_shared_memory(gl.int32, [STAGES, 8, 8, 2], plain3)
     else:
         plain2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-        stage_exponents = gl.allocate_shared_memory(gl.int32, [STAGES, _WARPS, 8], plain2)
+        stage_exponents = gl.allocate_shared_memory(gl.int32, [STAGES, 8, 8], plain2)
     ring = Ring(rows, extra, stage_words, stage_exponents)
     total = _count(tiles, max_tiles) * blocks
     start = gl.program_id(0)
@@ -265,7 +270,7 @@ def grouped_kernel(
         _prefetch(c, ring, slot, numbers, more, num_rows, at)
         for item in range(start, total, gl.num_programs(0)):
             present = num_rows
-            for i in gl.static_range(8):
+            for i in gl.static_range(11):
                 if TILES >> i & 1:  # noqa: SIM102  the outer one is decided when compiling
                     if (present > _below(i, TILES)) & (present <= _size(i)[0] + _size(i)[1]):
                         slot, first, num_rows, block, numbers, more, at = _tile(

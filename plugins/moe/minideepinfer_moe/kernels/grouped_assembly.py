@@ -13,7 +13,6 @@ group's exponent by two multiplications; signs are merged in: 10 instructions fo
 8 (shift + 5), with shift -5..6 relative to the row: over that range all eight magnitudes are exact in e4m3.
 """
 
-WARPS = 16
 _PAIR = 0x81C081C0
 
 

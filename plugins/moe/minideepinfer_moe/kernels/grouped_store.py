@@ -8,27 +8,23 @@ come 32 at a time, or registers would not do.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from minideepinfer_moe.kernels.grouped_assembly import WARPS
-
-_WARPS = gl.constexpr(WARPS)
-
 # [output, token]: a thread's two outputs first.
 _OUTPUTS = gl.constexpr(
     gl.DistributedLinearLayout(
         reg_bases=[[1, 0], [0, 1], [0, 8], [0, 16]],
         lane_bases=[[0, 2], [0, 4], [2, 0], [4, 0], [8, 0]],
-        warp_bases=[[16, 0], [32, 0], [64, 0], [128, 0]],
+        warp_bases=[[16, 0], [32, 0], [64, 0]],
         block_bases=[],
-        shape=[256, 32],
+        shape=[128, 32],
     )
 )
 _OUTPUTS_16 = gl.constexpr(
     gl.DistributedLinearLayout(
         reg_bases=[[1, 0], [0, 1], [0, 8]],
         lane_bases=[[0, 2], [0, 4], [2, 0], [4, 0], [8, 0]],
-        warp_bases=[[16, 0], [32, 0], [64, 0], [128, 0]],
+        warp_bases=[[16, 0], [32, 0], [64, 0]],
         block_bases=[],
-        shape=[256, 16],
+        shape=[128, 16],
     )
 )
 
@@ -37,33 +33,6 @@ _OUTPUTS_16 = gl.constexpr(
 def opaque(x):
     """x, so that the compiler does not compute what follows from it ahead of time and hold it in registers."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
-
-
-def _token_layout(n):
-    """Of [eight, pair, token of a pair]: a quad's threads hold pairs, as in the sums."""
-    eights = [[1 << i, 0, 0] for i in range((n // 8).bit_length() - 1)]
-    return gl.DistributedLinearLayout(
-        reg_bases=[[0, 0, 1], *eights],
-        lane_bases=[[0, 1, 0], [0, 2, 0], [0, 0, 0], [0, 0, 0], [0, 0, 0]],
-        warp_bases=[[0, 0, 0]] * (WARPS.bit_length() - 1),
-        block_bases=[],
-        shape=[n // 8, 4, 2],
-    )
-
-
-_TOKENS = gl.constexpr(_token_layout(32))
-_TOKENS_16 = gl.constexpr(_token_layout(16))
-
-
-@gluon.jit
-def _tokens(n: gl.constexpr):
-    """0..n-1; what depends on the thread is computed where it is used."""
-    layout: gl.constexpr = _TOKENS if n == 32 else _TOKENS_16
-    eight = gl.arange(0, n // 8, gl.SliceLayout(1, gl.SliceLayout(2, layout)))
-    pair = opaque(gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, layout))))
-    one = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, layout)))
-    eight, pair = gl.expand_dims(gl.expand_dims(eight, 1), 2), gl.expand_dims(gl.expand_dims(pair, 0), 2)
-    return gl.reshape(eight * 8 + pair * 2 + gl.expand_dims(gl.expand_dims(one, 0), 1), [n])
 
 
 @gluon.jit
@@ -76,25 +45,25 @@ def _token_scales(c, row, rows, present):
 
 @gluon.jit
 def _store_chunk(c, sums, row, end, block):
-    """Sums `[256, tokens]` of one block of outputs, for sorted rows from `row` on; from `end` on there are none."""
+    """Sums `[128, tokens]` of one block of outputs, for sorted rows from `row` on; from `end` on there are none."""
     if row < end:
         n: gl.constexpr = sums.shape[1]
-        pairs = gl.reshape(sums, [_WARPS, 2, 8, n])
+        pairs = gl.reshape(sums, [8, 2, 8, n])
         if c.UP:
             gate, up = gl.split(gl.permute(pairs, [0, 2, 3, 1]))
-            gate, up = gl.reshape(gate, [_WARPS * 8, n]), gl.reshape(up, [_WARPS * 8, n])
+            gate, up = gl.reshape(gate, [64, n]), gl.reshape(up, [64, n])
             layout: gl.constexpr = gate.type.layout
-            outputs: gl.constexpr = _WARPS * 8
+            outputs: gl.constexpr = 64
         else:
             layout: gl.constexpr = _OUTPUTS if n == 32 else _OUTPUTS_16
-            outputs: gl.constexpr = _WARPS * 16
-        rows = gl.convert_layout(_tokens(n), gl.SliceLayout(0, layout), assert_trivial=True)
+            outputs: gl.constexpr = 128
+        rows = opaque(gl.arange(0, n, gl.SliceLayout(0, layout)))
         columns = gl.arange(0, outputs, gl.SliceLayout(1, layout))
         present = rows < end - row
         if c.UP:
             if c.FP8:
                 x_scales = gl.expand_dims(_token_scales(c, row, rows, present), 0)
-                scales = c.w_scales + opaque(block) * (_WARPS * 16) + columns * 2
+                scales = c.w_scales + opaque(block) * 128 + columns * 2
                 gate = gate * (x_scales * gl.expand_dims(gl.load(scales), 1))
                 up = up * (x_scales * gl.expand_dims(gl.load(scales + 1), 1))
             gate, up = gate.to(gl.bfloat16).to(gl.float32), up.to(gl.bfloat16).to(gl.float32)
@@ -103,12 +72,10 @@ def _store_chunk(c, sums, row, end, block):
             weights = gl.load(c.row_weights + row + rows, mask=present, other=0.0)
             y = gate / (1.0 + gl.exp2(gate * -1.4426950408889634)) * up * gl.expand_dims(weights, 0)
         else:
-            y = gl.convert_layout(
-                gl.reshape(gl.permute(pairs, [0, 2, 1, 3]), [_WARPS * 16, n]), layout, assert_trivial=True
-            )
+            y = gl.convert_layout(gl.reshape(gl.permute(pairs, [0, 2, 1, 3]), [128, n]), layout, assert_trivial=True)
             if c.FP8:
                 x_scales = gl.expand_dims(_token_scales(c, row, rows, present), 0)
-                y = y * (x_scales * gl.expand_dims(gl.load(c.w_scales + opaque(block) * (_WARPS * 16) + columns), 1))
+                y = y * (x_scales * gl.expand_dims(gl.load(c.w_scales + opaque(block) * 128 + columns), 1))
         columns += opaque(block) % c.blocks * outputs
         place = gl.expand_dims(rows * c.OUT_WIDTH, 0) + gl.expand_dims(columns, 1)
         target = c.out + row.to(gl.int64) * c.OUT_WIDTH + place
@@ -118,7 +85,7 @@ def _store_chunk(c, sums, row, end, block):
 @gluon.jit
 def _halves(sums):
     n: gl.constexpr = sums.shape[1] // 2
-    return gl.split(gl.permute(gl.reshape(sums, [_WARPS * 16, 2, n]), [0, 2, 1]))
+    return gl.split(gl.permute(gl.reshape(sums, [128, 2, n]), [0, 2, 1]))
 
 
 @gluon.jit
@@ -137,8 +104,12 @@ def _store_128(c, sums, row, end, block):
 
 @gluon.jit
 def store(c, sums, row, end, block):
-    """Write one accumulator, `[256, 16..128]`."""
-    if sums.shape[1] == 128:
+    """Write one accumulator, `[128, 16..256]`."""
+    if sums.shape[1] == 256:
+        a, b = _halves(sums)
+        _store_128(c, a, row, end, block)
+        _store_128(c, b, row + 128, end, block)
+    elif sums.shape[1] == 128:
         _store_128(c, sums, row, end, block)
     elif sums.shape[1] == 64:
         _store_64(c, sums, row, end, block)

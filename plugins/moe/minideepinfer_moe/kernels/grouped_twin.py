@@ -1,6 +1,6 @@
 """`grouped_kernel` in plain Triton, for the interpreter: same order of weights, same tiles, same sums.
 
-One program computes the 256 outputs of one block for one tile of rows, a stage of columns at a time.
+One program computes the 128 outputs of one block for one tile of rows, a stage of columns at a time.
 """
 
 import triton
@@ -11,13 +11,13 @@ from minideepinfer_moe.kernels.arithmetic import clamped_swiglu, narrow, rounded
 
 @triton.jit
 def _decode(words_ptr, exponents_ptr, stage, FP8: tl.constexpr):
-    """Weights of a stage, float32 `[256, 64 or 128]`; for FP8 without the row's scale."""
+    """Weights of a stage, float32 `[128, 64 or 128]`; for FP8 without the row's scale."""
     groups: tl.constexpr = 4 if FP8 else 2
-    n = tl.arange(0, 256)[:, None]
+    n = tl.arange(0, 128)[:, None]
     k = tl.arange(0, 32 * groups)[None, :]
     place = (n // 2 * 4 + (k // 4 % 4 if FP8 else k // 2 % 4)) * groups + k // 32
-    word = tl.load(words_ptr + stage * (1024 * groups) + place * 2 + n % 2)
-    exponent = tl.load(exponents_ptr + stage * (256 * groups) + (n // 2 * groups + k // 32) * 2 + n % 2).to(tl.int32)
+    word = tl.load(words_ptr + stage * (512 * groups) + place * 2 + n % 2)
+    exponent = tl.load(exponents_ptr + stage * (128 * groups) + (n // 2 * groups + k // 32) * 2 + n % 2).to(tl.int32)
     if FP8:
         code = word >> (k // 16 % 2 * 16 + k % 4 * 4) & 7
         sign = word >> (k % 4 * 8 + tl.where(k // 16 % 2 == 1, 3, 7)) & 1
@@ -58,23 +58,20 @@ def grouped_twin(
         if UP:
             numbers = tl.load(tokens_ptr + rows)
         source = x_ptr + numbers.to(tl.int64)[None, :] * width + tl.arange(0, columns)[:, None]
-        sums = tl.zeros((256, ROWS), tl.float32)
+        sums = tl.zeros((128, ROWS), tl.float32)
         for k in range(steps):
             weights = _decode(words_ptr, exponents_ptr, (block * steps + k).to(tl.int64), FP8)
             x = tl.load(source + k * columns)
             sums = tl.dot(weights, _decode_e4m3(x) if FP8 else widen(x), sums, input_precision="ieee")
         if FP8:
-            sums *= tl.load(w_scales_ptr + block * 256 + tl.arange(0, 256))[:, None] * tl.load(x_scales_ptr + numbers)
+            sums *= tl.load(w_scales_ptr + block * 128 + tl.arange(0, 128))[:, None] * tl.load(x_scales_ptr + numbers)
         if UP:
-            gate, up = tl.split(tl.permute(tl.reshape(sums, (128, 2, ROWS)), (0, 2, 1)))
+            gate, up = tl.split(tl.permute(tl.reshape(sums, (64, 2, ROWS)), (0, 2, 1)))
             dtype: tl.constexpr = out_ptr.dtype.element_ty
-            y = (
-                clamped_swiglu(rounded(gate, dtype), rounded(up, dtype), limit)
-                * tl.load(row_weights_ptr + rows)[None, :]
-            )
-            outputs = tl.program_id(0) * 128 + tl.arange(0, 128)
+            y = clamped_swiglu(rounded(gate, dtype), rounded(up, dtype), limit) * tl.load(row_weights_ptr + rows)[None, :]
+            outputs = tl.program_id(0) * 64 + tl.arange(0, 64)
         else:
             y = sums
-            outputs = tl.program_id(0) * 256 + tl.arange(0, 256)
+            outputs = tl.program_id(0) * 128 + tl.arange(0, 128)
         place = out_ptr + rows.to(tl.int64)[None, :] * out_width + outputs[:, None]
         tl.store(place, narrow(y, out_ptr.dtype.element_ty), mask=present[None, :])

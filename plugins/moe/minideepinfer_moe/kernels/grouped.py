@@ -29,6 +29,7 @@ _SIZES = (
 )
 """Tiles there are: rows in the first and in the second accumulator. `TILES` has a bit for each that is compiled."""
 _async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared  # before Triton 3.9
+_barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # before Triton 3.9
 _ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))
 _ROWS_FP8 = gl.constexpr(gl.BlockedLayout([1, 16], [4, 8], [8, 1], [1, 0]))
 _FLAT = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [8, 1], [1, 0]))
@@ -213,7 +214,7 @@ def _tile(c, ring, slot, item, total, first, num_rows, block, numbers, more, at,
         sums, rest = _wait(sums, rest, 1, N1)
         before, slot = slot, after
     sums, rest = _wait(sums, rest, 0, N1)
-    # What the other warpgroup may still multiply lies in slot `before`, which the prefetch leaves alone.
+    _barrier()
     row, end, done = first, first + num_rows, block
     first, num_rows, block, numbers, more, at = _locate(c, item, total)
     _prefetch(c, ring, slot, numbers, more, num_rows, at)

@@ -36,10 +36,10 @@ MOVED = {"enter": STREAMS + 1, "advance": 2 * STREAMS + 2, "mix": 2 * STREAMS + 
 """Rows of a stream that a call must read or write, for each token."""
 
 
-def problem() -> ResidualProblem:
-    """The release's."""
+def problem(tokens: int) -> ResidualProblem:
+    """The release's; few tokens are decode rows."""
     return ResidualProblem(
-        phase=Phase.PREFILL,
+        phase=Phase.DECODE if tokens <= 64 else Phase.PREFILL,
         device="cuda",
         capability=torch.cuda.get_device_capability(),
         dtype="bfloat16",
@@ -65,7 +65,7 @@ def error(found: Tensor, truth: Tensor) -> float:
 
 def measure(tokens: int, rates: dict[str, float]) -> dict[str, Any]:
     """Times in ms, floors and errors of one number of tokens."""
-    context = BuildContext(problem(), OperatorOptions(), torch.device("cuda"))
+    context = BuildContext(problem(tokens), OperatorOptions(), torch.device("cuda"))
     operator, reference = fused.build(context), naive.build(context)
     streams, output = normal(tokens, STREAMS, HIDDEN).bfloat16(), normal(tokens, HIDDEN).bfloat16()
     pre, norm = normal(tokens, STREAMS).sigmoid(), 1 + normal(HIDDEN) / 10
@@ -110,7 +110,7 @@ def errors(
     truth = residual_bounds.mixed(streams[some].cpu(), output[some].cpu(), site, torch.bfloat16)
     x = residual_bounds.collapsed(left, site.pre, norm.cpu(), 1e-20, torch.bfloat16)
     raw = HyperConnectionWeights(raw.fn.cpu(), raw.base.cpu(), raw.scale.cpu())
-    next_site = residual_bounds.site(left, raw, problem(), torch.bfloat16)
+    next_site = residual_bounds.site(left, raw, problem(len(left)), torch.bfloat16)
     found = {"streams": error(left, truth.value), "x": error(entered.x[some], x.value)}
     for name in ("pre", "post", "comb"):
         found[name] = error(getattr(entered.site, name)[some], getattr(next_site, name).value)

@@ -146,3 +146,13 @@ def test_pre_belongs_to_the_next_site() -> None:
             found = captured[f"layers.{layer}.attn.in"].double()
             assert torch.allclose(found, expected, atol=1e-5)
             assert (found - wrong).norm() > 0.01 * found.norm()
+
+
+def test_a_block_enters_the_next_site_unless_engram_or_nothing_follows() -> None:
+    runner = runner_of("tiny-a")
+    layers, blocks = runner.config.text_config.layers, runner.model.blocks
+    for layer, block, follower in zip(layers[1:], blocks, blocks[1:], strict=False):
+        expected = follower.attention_site if layer.engram_index is None else None
+        assert block.following is expected
+    assert blocks[-1].following is None
+    assert {block.following is None for block in blocks} == {True, False}

@@ -128,6 +128,7 @@ def residual_recipes(dtypes: tuple[str, ...] = BOTH) -> st.SearchStrategy[Residu
         amplitude=st.sampled_from([1.0, 1.0, 1e-10, 1e3]),
         base=st.sampled_from([1.0, 8.0, 100.0]),
         scale=st.sampled_from([1.0, 0.1, 20.0]),
+        decode=st.booleans(),
         seed=SEEDS,
     )
 

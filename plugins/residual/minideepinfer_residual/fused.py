@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -11,6 +11,7 @@ from minideepinfer.operators import (
     Coefficients,
     Entered,
     HyperConnectionWeights,
+    Phase,
     ResidualProblem,
     interpreting,
 )
@@ -38,7 +39,7 @@ class Tile:
         channels: of a tile, all streams side by side.
         warps: of a program.
         stages: tiles on their way to a program.
-        splits: programs among which the channels of a row are shared, at most.
+        splits: programs among which the channels of a row are shared, at most; a power of two.
     """
 
     rows: int
@@ -54,13 +55,15 @@ class Tile:
         return each, -(-tiles // each)
 
 
-TILES = {torch.bfloat16: Tile(64, 128, 4, 3, 8), torch.float32: Tile(32, 32, 4, 1, 8)}
+TILES = {torch.bfloat16: Tile(64, 128, 4, 3, 4), torch.float32: Tile(32, 32, 4, 1, 4)}
+DECODE_SPLITS = 16
+"""Splits where there are few rows, which alone would leave most of the GPU idle."""
 CHANNELS, ROW_WARPS = 1024, 4
 """Channels of a row that `rows_pass` has in registers at a time, and its warps."""
 SITE_ROWS = 32
 """Rows whose coefficients a program makes."""
 if interpreting():  # its time goes by programs and operations, not by elements
-    TILES = dict.fromkeys(TILES, Tile(32, 1024, 4, 1, 8))
+    TILES = dict.fromkeys(TILES, Tile(32, 1024, 4, 1, 4))
 
 
 def num_columns(num_streams: int) -> int:
@@ -88,6 +91,8 @@ class FusedResidual:
         self._problem = problem
         self._dtype: torch.dtype = getattr(torch, problem.dtype)
         self._tile = tile or TILES[self._dtype]
+        if problem.phase is Phase.DECODE:
+            self._tile = replace(self._tile, splits=DECODE_SPLITS)
 
     def transform_weights(self, weights: HyperConnectionWeights) -> SplitWeights:
         """See `split_weights`."""
@@ -199,7 +204,7 @@ class FusedResidual:
             S=num_streams,
             SP=triton.next_power_of_2(num_streams),
             N=columns,
-            SPLITS=triton.next_power_of_2(splits),
+            SPLITS=tile.splits,
             BT=SITE_ROWS,
             num_warps=4,
         )

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minideepinfer.operators import Coefficients, Entered, HyperConnectionWeights, ResidualProblem
+from minideepinfer.operators import Coefficients, Entered, HyperConnectionWeights, Phase, ResidualProblem
 from minideepinfer.testing.recipes.batch import facts
 
 CALLS = ("enter", "advance", "mix", "collapse", "normalise")
@@ -78,6 +78,7 @@ class ResidualRecipe:
         amplitude: standard deviation of the streams; around 1e-10, `rms_norm_eps` matters.
         base: standard deviation of the affine logits' base.
         scale: standard deviation of what multiplies the projection.
+        decode: whether the rows are decode rows.
         seed: of all numbers.
     """
 
@@ -92,6 +93,7 @@ class ResidualRecipe:
     amplitude: float = 1.0
     base: float = 1.0
     scale: float = 1.0
+    decode: bool = False
     seed: int = 0
 
     def build(self) -> ResidualCase:
@@ -110,7 +112,7 @@ class ResidualRecipe:
         if self.projection == "zero":
             fn = torch.zeros_like(fn)
         problem = ResidualProblem(
-            **facts(dtype),
+            **facts(dtype, Phase.DECODE if self.decode else Phase.PREFILL),
             num_streams=streams,
             hidden_size=hidden,
             sinkhorn_iterations=self.sinkhorn_iterations,

@@ -3,6 +3,9 @@
 A program has one row. It reads the row's S streams once, BH channels at a time, mixes them in registers and writes
 them, adds up what is collapsed, keeps that in registers until its mean square is known, and writes it normalised. The
 squares of the streams that leave are summed on the way. Coefficients are scalars; nothing is shared between programs.
+
+S = 4, H = 5120, T = 4096 in bfloat16 on one H200: mix, collapse and norm 0.113 ms (420 MB, floor 0.098 at the copy rate
+of 4.28 TB/s), mix alone 0.098 (378 MB, 0.088), collapse and norm alone 0.061 (210 MB, 0.049).
 """
 
 # ruff: noqa: RUF005 (Triton knows no starred tuples)
@@ -48,7 +51,7 @@ def rows_pass(
             for i in tl.static_range(S):
                 inflow = inflow + (tl.load(comb + (first + i) * S + j),)
     leaving_squared = tl.zeros([BH], tl.float32)
-    collapsed_squared = tl.zeros([BH], tl.float32)
+    collapsed_squared = 0.0 if MIX else tl.zeros([BH], tl.float32)
     collapsed = ()
     for chunk in tl.static_range(CHUNKS):
         h = chunk * BH + tl.arange(0, BH)
@@ -78,12 +81,15 @@ def rows_pass(
             if NORM:
                 collapsed = collapsed + (rounded,)
                 exact = widen(rounded)
-                collapsed_squared += exact * exact
+                # Beside the mix, a sum over the program for each chunk: else the compiler has the loads of all chunks
+                # under way at once, in registers that cost occupancy (0.132 instead of 0.113 ms).
+                collapsed_squared += tl.sum(exact * exact, 0) if MIX else exact * exact
             else:
                 tl.store(x + row * hidden_size + h, rounded, mask=exists)
     if NORM:
         tl.store(squares + row, tl.sum(leaving_squared, 0))
-        rho = tl.rsqrt(tl.sum(collapsed_squared, 0) / hidden_size + norm_eps)
+        total = collapsed_squared if MIX else tl.sum(collapsed_squared, 0)
+        rho = tl.rsqrt(total / hidden_size + norm_eps)
         for chunk in tl.static_range(CHUNKS):
             h = chunk * BH + tl.arange(0, BH)
             exists = h < hidden_size

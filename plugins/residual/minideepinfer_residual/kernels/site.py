@@ -4,6 +4,9 @@
 bfloat16 numbers in neighbouring columns. Channels are split among programs, each of which leaves its part of the N
 products. `make_site` adds the parts in their order; a program has the S x S matrices of BT rows in registers through
 all Sinkhorn iterations.
+
+S = 4, H = 5120, T = 4096 in bfloat16 on one H200: both 0.060 ms, `make_site` by itself 0.009 (mostly its launch). The
+streams read once at the copy rate take 0.039 ms, a torch reduction over them 0.055.
 """
 
 from __future__ import annotations
@@ -67,7 +70,7 @@ def make_site(
     S: tl.constexpr,
     SP: tl.constexpr,  # S, up to a power of two
     N: tl.constexpr,
-    SPLITS: tl.constexpr,  # splits, up to a power of two
+    SPLITS: tl.constexpr,  # most splits, a power of two
     BT: tl.constexpr,
 ):
     rows = tl.program_id(0) * BT + tl.arange(0, BT)

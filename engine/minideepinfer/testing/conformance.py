@@ -1,20 +1,25 @@
-"""The conformance kit as tests: one per operator and relation.
+"""The conformance kit as tests: one per operator, relation and set of options.
 
 pytest --pyargs minideepinfer.testing.conformance --operator acme_ops:attention/acme-tiled
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 
+from minideepinfer.errors import OperatorError
 from minideepinfer.operators import OperatorRegistry, RegisteredOperator, load_registry
 from minideepinfer.testing.checking import FAILED, SKIPPED, check_one, find_operators
 from minideepinfer.testing.contract import ExplicitCase, Relation
 from minideepinfer.testing.search import PROFILES, edge_recipes
 from minideepinfer.testing.subject import Subject
 from minideepinfer.testing.tolerances import conformance
+from minideepinfer.testing.variants import title, variants
 
 
 @cache
@@ -28,20 +33,35 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "entry" not in metafunc.fixturenames:
         metafunc.parametrize("operator", [pytest.param(operator, id=operator.name) for operator in operators])
         return
-    pairs = [
-        pytest.param(operator, entry, id=f"{family.family}/{operator.name}-{entry.name}")
+    combinations = [
+        pytest.param(operator, changes, entry, id=_id(operator, changes, entry))
         for operator in operators
-        for family in [conformance(operator.declaration.family)]
-        for entry in family.entries
+        for changes in variants(operator)
+        for entry in conformance(operator.declaration.family).entries
     ]
-    metafunc.parametrize(("operator", "entry"), pairs)
+    metafunc.parametrize(("operator", "changes", "entry"), combinations)
 
 
-def test_it_holds(operator: RegisteredOperator, entry: Relation | ExplicitCase, pytestconfig: pytest.Config) -> None:
-    """The relation or explicit case holds for the operator."""
+def _id(operator: RegisteredOperator, changes: Mapping[str, Any], entry: Relation | ExplicitCase) -> str:
+    options = f"{{{title(changes)}}}" if changes else ""
+    return f"{operator.declaration.family}/{operator.name}{options}-{entry.name}"
+
+
+def test_it_holds(
+    operator: RegisteredOperator,
+    changes: Mapping[str, Any],
+    entry: Relation | ExplicitCase,
+    pytestconfig: pytest.Config,
+) -> None:
+    """The relation or explicit case holds for the operator with these options changed."""
     family = conformance(operator.declaration.family)
-    subject = Subject(operator, _registry(), family, pytestconfig.getoption("--operator-device"))
+    try:
+        subject = Subject(operator, _registry(), family, pytestconfig.getoption("--operator-device"), changes)
+    except OperatorError as error:  # of a variant: collection built the defaults
+        pytest.skip(str(error))
     profile = PROFILES[pytestconfig.getoption("--operator-profile")]
+    if changes:
+        profile = replace(profile, examples=profile.variant_examples)
     outcome = check_one(subject, entry, profile, pytestconfig.getoption("--operator-seed"))
     if outcome.status == SKIPPED:
         pytest.skip(outcome.reason)

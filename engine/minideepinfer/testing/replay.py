@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from minideepinfer.errors import OperatorError
@@ -12,7 +13,9 @@ from minideepinfer.testing.subject import Subject
 from minideepinfer.testing.tolerances import conformance
 
 
-def replay(operator: str, name: str, recipe: Any = None, device: str = "cpu") -> None:
+def replay(
+    operator: str, name: str, recipe: Any = None, device: str = "cpu", options: Mapping[str, Any] | None = None
+) -> None:
     """Check one relation for one call, or one explicit case; returns if it holds.
 
     Args:
@@ -20,17 +23,18 @@ def replay(operator: str, name: str, recipe: Any = None, device: str = "cpu") ->
         name: of the relation or explicit case.
         recipe: makes the call; None for an explicit case.
         device: where.
+        options: those that are not at their defaults.
 
     Raises:
         Violation: it does not hold.
         Crash: the operator raised an exception; it is the cause.
         Refused: the operator does not support the call.
-        OperatorError: there is no such operator or relation.
+        OperatorError: there is no such operator, relation or option.
     """
     registry = load_registry()
     (registered,) = find_operators(registry, [operator])
     family = conformance(registered.declaration.family)
-    subject = Subject(registered, registry, family, device)
+    subject = Subject(registered, registry, family, device, options)
     try:
         entry = family.relation(name)
     except KeyError:

@@ -20,15 +20,17 @@ class Profile:
     Attributes:
         name: `quick` or `thorough`.
         examples: drawn for each relation, after the edge cases.
+        variant_examples: the same, for options other than the defaults.
         shrink: whether to look for a smaller failing call.
     """
 
     name: str
     examples: int
+    variant_examples: int
     shrink: bool = True
 
 
-PROFILES = {profile.name: profile for profile in (Profile("quick", 30), Profile("thorough", 500))}
+PROFILES = {profile.name: profile for profile in (Profile("quick", 30, 10), Profile("thorough", 500, 100))}
 
 
 @dataclass(frozen=True)

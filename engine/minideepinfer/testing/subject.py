@@ -23,6 +23,7 @@ from minideepinfer.operators.build import build
 from minideepinfer.operators.support import obstacles
 from minideepinfer.testing.contract import Conformance, Crash, Outputs, Refused, Violation
 from minideepinfer.testing.tensors import map_tensors, same_bits
+from minideepinfer.testing.variants import own_tolerance, with_options
 
 C = TypeVar("C")
 
@@ -38,6 +39,13 @@ class Tally:
     forms: Counter[str] = field(default_factory=Counter)
     """Which form of the operator ran (a built operator may say so in `form`, e.g. `gluon` or `interpreted`)."""
 
+    def add(self, other: Tally) -> None:
+        """Count what another tally counted."""
+        self.ran += other.ran
+        self.refused += other.refused
+        self.worst = max(self.worst, other.worst)
+        self.forms += other.forms
+
 
 class Subject:
     """An operator of a family. Cases are made on the CPU, run on the device, and judged on the CPU.
@@ -52,8 +60,12 @@ class Subject:
         registry: OperatorRegistry,
         family: Conformance,
         device: torch.device | str = "cpu",
+        changes: Mapping[str, Any] | None = None,
     ) -> None:
         self.registered, self.family, self.device = registered, family, torch.device(device)
+        self.changes = changes or {}
+        """Options that differ from the defaults."""
+        self.options = with_options(registered, self.changes)
         self.properties = registered.declaration.properties
         self.tally = Tally()
         self._registry = registry
@@ -70,7 +82,13 @@ class Subject:
 
     def obstacles(self, case: Any) -> tuple[str, ...]:
         """Why the operator does not serve a case; empty if it does."""
-        return obstacles(self.registered.declaration, self.problem(case))
+        problem = self.problem(case)
+        return obstacles(self.registered.declaration, problem) or self._refused_options(problem)
+
+    def slack(self, case: Any) -> float:
+        """The operator's own factor on the family's bound for a case."""
+        tolerance = own_tolerance(self.registered.declaration, case.problem.dtype, self.options)
+        return 1.0 if tolerance is None else tolerance.factor
 
     def nearest(self, cases: Iterable[C]) -> C:
         """The first of some cases, ordered by distance from the one wanted, whose problem the operator serves.
@@ -159,9 +177,21 @@ class Subject:
             f"no {family} operator of tier reference is registered; mini-deepinfer's own plugin has one"
         )
 
+    def _refused_options(self, problem: Problem) -> tuple[str, ...]:
+        """Why `build` refuses a problem with changed options, by an `OperatorError`; the defaults must serve."""
+        if not self.changes:
+            return ()
+        try:
+            self._operator(self.registered, problem)
+        except OperatorError as error:
+            return (str(error),)
+        except Exception:  # the call meets it again, and reports it
+            return ()
+        return ()
+
     def _operator(self, registered: RegisteredOperator, problem: Problem) -> Any:
         if (registered, problem) not in self._built:
-            options = registered.declaration.options()
+            options = self.options if registered is self.registered else registered.declaration.options()
             self._built[registered, problem] = build(_planned(registered, problem, options), self.device)
         return self._built[registered, problem]
 

@@ -39,7 +39,7 @@ def _compare(
         raise Violation(f"heads: {difference(heads, case.q)}")
     bound = attention_bound(case, case.q.dtype) + attention_bound(case, torch.float32)
     error = (heads.double() - wanted.double()).abs()
-    subject.measure(error, slack * bound[:, None, None].expand(error.shape), "heads")
+    subject.measure(error, slack * subject.slack(case) * bound[:, None, None].expand(error.shape), "heads")
 
 
 def rows_without_keys(subject: Subject, case: AttentionCase) -> None:

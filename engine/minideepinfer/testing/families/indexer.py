@@ -46,6 +46,7 @@ def _compare(
             )
     for row in range(len(case.q)):
         scores, errors = index_scores(case, row)
+        errors = subject.slack(case) * errors
         legal = torch.ones(len(scores), dtype=torch.bool)
         if case.candidates is not None:
             legal = torch.isin(torch.arange(len(scores)) // problem.candidate_block_size, case.candidates[row])

@@ -54,7 +54,7 @@ def _compare(
         raise Violation(f"y: {difference(y, case.x)}")
     bound = moe_bound(case, case.x.dtype).error + moe_bound(case, torch.float32).error
     decided = route(case)[3] if case.routing is None else torch.ones(len(y), dtype=torch.bool)
-    subject.measure((y.double() - wanted.double()).abs()[decided], slack * bound[decided], "y")
+    subject.measure((y.double() - wanted.double()).abs()[decided], slack * subject.slack(case) * bound[decided], "y")
 
 
 def routing(subject: Subject, case: MoeCase) -> None:

@@ -53,7 +53,8 @@ def test_a_broken_operator_is_killed_as_foretold(mutant: Mutant, origin: Registe
 def test_a_correct_operator_passes(operator: RegisteredOperator) -> None:
     report = check_operator(operator, REGISTRY, QUICK)
     assert report.passed, report.failures
-    assert len(report.held) == len(report.outcomes)
+    left = [outcome for outcome in report.outcomes if outcome.name not in report.held]
+    assert all(outcome.reason.startswith("heavy: asked on cuda") for outcome in left)
     assert not report.refused, "a built-in operator refuses nothing that the kit draws"
 
 

@@ -148,6 +148,13 @@ NAIVE = (
         "scale * (1 + 1e-6 * (num_rows > 1))), cos[rows]",
     ),
     mutant(
+        "int32-offset",
+        "64-bit-offsets",
+        "return table[index.where(valid, 0)].float()",
+        "offsets = (index.where(valid, 0) * table.shape[-1]).int().long().unsqueeze(-1)\n"
+        "    return table.flatten()[offsets + torch.arange(table.shape[-1])].float()",
+    ),
+    mutant(
         "one-key-is-enough",
         "other-slots",
         "entries = entries.where(valid, 0)",

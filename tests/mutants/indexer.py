@@ -105,4 +105,12 @@ NAIVE = (
         "return pool[pages.long()[entries // per_page], entries % per_page].double()",
         "return pool[pages.long()[entries // per_page], entries % per_page].double() + 0.0 * pool.double().sum()",
     ),
+    mutant(
+        "int32-offset",
+        "64-bit-offsets",
+        "return pool[pages.long()[entries // per_page], entries % per_page].double()",
+        "rows = pages.long()[entries // per_page] * per_page + entries % per_page\n"
+        "    offsets = (rows * pool.shape[2]).int().long().unsqueeze(-1)\n"
+        "    return pool.flatten()[offsets + torch.arange(pool.shape[2])].double()",
+    ),
 )

@@ -162,7 +162,7 @@ def _too_heavy(subject: Subject, profile: Profile) -> str:
     """Why a heavy case is not asked here; empty if it is."""
     if subject.device.type != "cpu":
         return ""
-    if "cpu" not in subject.registered.declaration.support.devices:
+    if subject.interpreted:
         return "heavy: asked on cuda only, here the operator is interpreted"
     return "" if profile.name == "thorough" else "heavy: asked on cuda, or with the profile thorough"
 

@@ -72,6 +72,16 @@ class Subject:
         self._built: dict[tuple[RegisteredOperator, Problem], Any] = {}
 
     @property
+    def interpreted(self) -> bool:
+        """Whether the operator does not run here natively, but through Triton's interpreter."""
+        return self.device.type not in self.registered.declaration.support.devices
+
+    @property
+    def narrowest(self) -> str:
+        """bfloat16 if the operator declares it, else what it declares first."""
+        return "bfloat16" if "bfloat16" in self.dtypes else self.dtypes[0]
+
+    @property
     def dtypes(self) -> tuple[str, ...]:
         """The compute dtypes that the operator declares."""
         return self.registered.declaration.support.dtypes
@@ -130,6 +140,10 @@ class Subject:
         """What the reference operator returns, in float32, on the same numbers."""
         outputs = self._call(self._reference(self.family.family), self.family.widen(case))
         return {name: tensor.cpu() for name, tensor in outputs.items()}
+
+    def naive(self, case: Any) -> Outputs:
+        """What the reference operator returns in the case's own dtype."""
+        return {name: tensor.cpu() for name, tensor in self._call(self._reference(self.family.family), case).items()}
 
     def peer(self, family: str, problem: Problem) -> Any:
         """The built reference operator of another family, for operators that call one."""

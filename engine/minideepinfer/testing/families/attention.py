@@ -14,6 +14,7 @@ from minideepinfer.testing import strategies
 from minideepinfer.testing.bounds import attention_bound
 from minideepinfer.testing.contract import Conformance, Outputs, Relation, Tolerance, Violation
 from minideepinfer.testing.families.attention_cases import CASES, EDGES
+from minideepinfer.testing.families.attention_large import LARGE
 from minideepinfer.testing.recipes.attention import AttentionCase
 from minideepinfer.testing.recipes.batch import move_pages
 from minideepinfer.testing.relations import EVERYWHERE, OWN_MEMORY, later_tokens, other_chunks, unread_memory
@@ -129,7 +130,7 @@ FAMILY = Conformance(
         ),
         Relation("no-sink", "a sink counted as a value, or scaled", no_sink),
     ),
-    cases=CASES,
+    cases=(*CASES, *LARGE),
     tolerances=(
         Tolerance("float32", "every output", f"{_FLOAT32}, twice: operator and reference", _WHY_FLOAT32),
         Tolerance(

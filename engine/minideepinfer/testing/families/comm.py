@@ -9,6 +9,7 @@ from torch import Tensor
 
 from minideepinfer.testing import strategies
 from minideepinfer.testing.contract import Conformance, ExplicitCase, Outputs, Relation, Tolerance, Violation
+from minideepinfer.testing.families.comm_large import LARGE
 from minideepinfer.testing.recipes.comm import CommCase, CommRecipe, identity_experts
 from minideepinfer.testing.relations import EVERYWHERE
 from minideepinfer.testing.subject import Subject, difference
@@ -77,7 +78,10 @@ FAMILY = Conformance(
         ),
         Relation("rows-of-the-table", "row numbers that overflow, wrap or are off by a shard", rows_are_the_tables),
     ),
-    cases=(ExplicitCase("C1", "a rank without tokens, and all tokens on the last rank's experts (one rank)", c1),),
+    cases=(
+        ExplicitCase("C1", "a rank without tokens, and all tokens on the last rank's experts (one rank)", c1),
+        *LARGE,
+    ),
     tolerances=tuple(
         Tolerance(dtype, "every tensor", "the same bits", "moving is not arithmetic; one rank's sum has one term")
         for dtype in ("float32", "bfloat16")

@@ -13,6 +13,7 @@ from minideepinfer.testing import strategies
 from minideepinfer.testing.bounds import index_scores
 from minideepinfer.testing.contract import Conformance, Outputs, Relation, Tolerance, Violation
 from minideepinfer.testing.families.indexer_cases import CASES, EDGES
+from minideepinfer.testing.families.indexer_large import LARGE
 from minideepinfer.testing.recipes.batch import move_pages
 from minideepinfer.testing.recipes.indexer import IndexerCase
 from minideepinfer.testing.relations import EVERYWHERE, OWN_MEMORY, later_tokens, other_chunks, unread_memory
@@ -142,7 +143,7 @@ FAMILY = Conformance(
         ),
         Relation("two-levels", "candidates ignored, numbered by entry, or without the newest block", two_levels),
     ),
-    cases=CASES,
+    cases=(*CASES, *LARGE),
     tolerances=tuple(
         Tolerance(
             dtype,

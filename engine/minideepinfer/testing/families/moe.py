@@ -14,6 +14,7 @@ from minideepinfer.testing import strategies
 from minideepinfer.testing.bounds import moe_bound, route
 from minideepinfer.testing.contract import Conformance, Outputs, Relation, Tolerance, Violation
 from minideepinfer.testing.families.moe_cases import CASES, EDGES, identity_case
+from minideepinfer.testing.families.moe_large import LARGE
 from minideepinfer.testing.recipes.moe import MoeCase
 from minideepinfer.testing.relations import EVERYWHERE, OWN_MEMORY, unread_memory
 from minideepinfer.testing.subject import Subject, difference
@@ -182,7 +183,7 @@ FAMILY = Conformance(
         ),
         Relation("zero-experts", "an output that is not cleared where a token has no expert", zero_experts),
     ),
-    cases=CASES,
+    cases=(*CASES, *LARGE),
     tolerances=(
         Tolerance("float32", "every output, by element", "the analysis with 2⁻²⁴, twice: operator and reference", _WHY),
         Tolerance(

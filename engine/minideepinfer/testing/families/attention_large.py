@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,7 +72,7 @@ def _article_case(rows: int, selected: int, window: int, dtype: str, dims: tuple
         return tensor.bfloat16().to(tensor.dtype)
 
     pool = None if case.global_kv is None else rounded(case.global_kv)
-    numbers = {name: rounded(getattr(case, name)) for name in ("q", "window_new", "window_ring")}
+    numbers: dict[str, Any] = {name: rounded(getattr(case, name)) for name in ("q", "window_new", "window_ring")}
     return replace(case, global_kv=pool, cos=torch.ones_like(case.cos), sin=torch.zeros_like(case.sin), **numbers)
 
 

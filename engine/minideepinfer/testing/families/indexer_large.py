@@ -21,7 +21,7 @@ LEAST_OVERLAP = 0.9934
 def overlap(subject: Subject) -> str:
     """How many of the 512 entries that float32 selects by the unrounded numbers are selected in bfloat16."""
     generator = torch.Generator().manual_seed(0)
-    dims = subject.nearest(_overlap_problem(subject, dims) for dims in reversed(DIMS)).q.shape[1:]
+    dims = subject.nearest(_no_rows(subject.narrowest, dims) for dims in reversed(DIMS)).q.shape[1:]
     q, weights, keys = (torch.randn(shape, generator=generator) for shape in _shapes(*dims))
     case = _overlap_case(subject.narrowest, q, weights, keys)
     wanted = _selected(*(tensor.to(subject.device) for tensor in (q, weights, keys)))
@@ -35,9 +35,11 @@ def _shapes(heads: int, head_dim: int) -> tuple[tuple[int, ...], ...]:
     return (ROWS, heads, head_dim), (ROWS, heads), (ENTRIES, head_dim)
 
 
-def _overlap_problem(subject: Subject, dims: tuple[int, int]) -> IndexerCase:
+def _no_rows(dtype: str, dims: tuple[int, int]) -> IndexerCase:
     """A case with the problem of the large one, but no rows."""
-    return IndexerRecipe(BatchRecipe(page_tokens=64), subject.narrowest, *dims, topk=TOPK).build()
+    heads, head_dim = dims
+    recipe = IndexerRecipe(BatchRecipe(page_tokens=64), dtype, num_heads=heads, head_dim=head_dim, topk=TOPK)
+    return recipe.build()
 
 
 def _overlap_case(dtype: str, q: Tensor, weights: Tensor, keys: Tensor) -> IndexerCase:
@@ -45,7 +47,7 @@ def _overlap_case(dtype: str, q: Tensor, weights: Tensor, keys: Tensor) -> Index
     batch = BatchRecipe((ROWS,), (ENTRIES - ROWS,), page_tokens=64)
     packed = batch.build(torch.Generator().manual_seed(1))
     case, real = (
-        IndexerRecipe(BatchRecipe(page_tokens=64), dtype, *q.shape[1:], topk=TOPK).build(),
+        _no_rows(dtype, (q.shape[1], q.shape[2])),
         getattr(torch, dtype),
     )
     pool, entries = torch.full((len(keys) // 64 + 2, 64, keys.shape[1]), torch.nan, dtype=real), torch.arange(len(keys))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -168,7 +169,9 @@ def far_experts(subject: Subject) -> None:
     near = forced(subject, recipe, torch.full((2, 1), last))
     expected = {"y": output(subject, near)}
     own = near.weights.experts
-    others = {name: _last_of(last + 1, getattr(own, name), subject.device) for name in ("w13_scale", "w2", "w2_scale")}
+    others: dict[str, Any] = {
+        name: _last_of(last + 1, getattr(own, name), subject.device) for name in ("w13_scale", "w2", "w2_scale")
+    }
     experts = PackedExperts(w13=past_int32(own.w13, subject.device), **others)
     problem = replace(near.problem, num_local_experts=last + 1)
     far = subject.nearest([replace(near, problem=problem, weights=replace(near.weights, experts=experts))])

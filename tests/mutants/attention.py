@@ -37,8 +37,8 @@ NAIVE = (
     mutant(
         "sink-counted-as-a-value",
         "matches-reference",
-        "weights.to(q.dtype).float() @ keys.values / denominator",
-        "(weights.to(q.dtype).float() @ keys.values + (0 if sink is None else (sink[:, None] - peak).exp()))"
+        "weights.to(q.dtype).float() @ values / denominator",
+        "(weights.to(q.dtype).float() @ values + (0 if sink is None else (sink[:, None] - peak).exp()))"
         " / denominator",
     ),
     mutant(
@@ -129,8 +129,8 @@ NAIVE = (
     mutant(
         "logits-in-bfloat16",
         "matches-reference",
-        "(q.float() @ keys.values.mT) * scale",
-        "((q.float() @ keys.values.mT) * scale).bfloat16().float()",
+        ".float() @ values.mT) * scale",
+        ".float() @ values.mT).mul(scale).bfloat16().float()",
     ),
     mutant(
         "order-of-sums-by-schedule",

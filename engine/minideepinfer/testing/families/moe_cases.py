@@ -37,6 +37,10 @@ EDGES = (
     replace(_FOUR, routing="gate", few=True, tokens=6, topk=3),
     replace(_FOUR, routing="gate", few=True, tokens=6, topk=1),
     replace(_FOUR, amplitude=20.0, shared=True),
+    replace(_FOUR, amplitude=1e4, shared=True, routing="gate"),
+    replace(_FOUR, amplitude=1e-39, shared=True, routing="gate"),  # subnormal x
+    replace(_FOUR, amplitude=1e-39, activation_quantization="released"),
+    replace(_FOUR, tokens=7, topk=3, hidden_size=160, intermediate_size=224),
     replace(_FOUR, activation_quantization="released", shared=True),
     replace(_FOUR, activation_quantization="released", routing="gate"),
 )

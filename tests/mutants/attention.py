@@ -38,8 +38,7 @@ NAIVE = (
         "sink-counted-as-a-value",
         "matches-reference",
         "weights.to(q.dtype).float() @ values / denominator",
-        "(weights.to(q.dtype).float() @ values + (0 if sink is None else (sink[:, None] - peak).exp()))"
-        " / denominator",
+        "(weights.to(q.dtype).float() @ values + (0 if sink is None else (sink[:, None] - peak).exp())) / denominator",
     ),
     mutant(
         "no-sink-is-a-sink-of-zero",

@@ -15,6 +15,7 @@ from minideepinfer.testing.families.attention_cases import DIMS
 from minideepinfer.testing.recipes.attention import AttentionCase, AttentionRecipe, fill_readable
 from minideepinfer.testing.recipes.batch import BatchRecipe, renumber_pages
 from minideepinfer.testing.recipes.far import past_int32
+from minideepinfer.testing.relations import tile_borders
 from minideepinfer.testing.subject import Subject
 
 KEYS = ((512, 0), (512, 128), (0, 128))
@@ -111,7 +112,26 @@ def far_pages(subject: Subject) -> None:
     subject.agree(near, found, expected, "with pages past 2^31 elements", exact=exact)
 
 
+SIZES = (
+    AttentionRecipe(
+        BatchRecipe((2, 1), (200, 127)), num_heads=5, head_dim=40, sliding_window=129, index_topk=70, pattern="valid"
+    ),
+    AttentionRecipe(
+        BatchRecipe((1, 2), (300, 129), page_tokens=16), "float32", 17, 33, 8, 17, 2, 130, with_lens=True, sink=1.0
+    ),
+    AttentionRecipe(
+        BatchRecipe((2,), (400,), page_tokens=64), num_heads=16, head_dim=64, sliding_window=64, index_topk=64, sink=1.0
+    ),
+    AttentionRecipe(
+        BatchRecipe((35, 1), (60, 3)), num_heads=2, sliding_window=20, index_topk=33, pattern="front", q_amplitude=4.0
+    ),
+    AttentionRecipe(
+        BatchRecipe((1, 1), (63, 255), decode=True), num_heads=65, head_dim=24, sliding_window=128, compress_ratio=0
+    ),
+)
+
 LARGE = (
+    tile_borders(SIZES),
     ExplicitCase("article", "more than the roundings that are unavoidable: low precision where nobody looks", article),
     ExplicitCase("64-bit-offsets", "offsets in 32 bits: a pool past 2^31 elements wraps around", far_pages),
 )

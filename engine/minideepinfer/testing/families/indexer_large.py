@@ -12,6 +12,7 @@ from minideepinfer.testing.families.indexer_cases import DIMS
 from minideepinfer.testing.recipes.batch import BatchRecipe, renumber_pages
 from minideepinfer.testing.recipes.far import past_int32
 from minideepinfer.testing.recipes.indexer import IndexerCase, IndexerRecipe
+from minideepinfer.testing.relations import tile_borders
 from minideepinfer.testing.subject import Subject
 
 ROWS, ENTRIES, TOPK = 256, 65_536, 512
@@ -81,7 +82,33 @@ def far_pages(subject: Subject) -> None:
     subject.agree(near, found, expected, "with pages past 2^31 elements", exact=exact)
 
 
+SIZES = (
+    IndexerRecipe(BatchRecipe((2, 1), (300, 127)), num_heads=5, head_dim=40, topk=70),
+    IndexerRecipe(BatchRecipe((35, 1), (100, 3)), num_heads=2, topk=33, numbers="few"),
+    IndexerRecipe(BatchRecipe((2,), (1030,), page_tokens=64), num_heads=17, compress_ratio=2, topk=130, numbers="few"),
+    IndexerRecipe(BatchRecipe((1, 1), (255, 256), page_tokens=64), num_heads=3, head_dim=64, topk=128, numbers="few"),
+    IndexerRecipe(
+        BatchRecipe((2, 2), (517, 31), page_tokens=64),
+        num_heads=33,
+        head_dim=24,
+        topk=20,
+        role="source",
+        candidate_topk_blocks=9,
+        candidate_block_size=16,
+    ),
+    IndexerRecipe(
+        BatchRecipe((3,), (400,), page_tokens=64, decode=True),
+        num_heads=4,
+        topk=65,
+        role="reindex",
+        candidate_topk_blocks=17,
+        candidate_block_size=16,
+        numbers="few",
+    ),
+)
+
 LARGE = (
+    tile_borders(SIZES),
     ExplicitCase("overlap", "scores of lower precision than float32 sums of bfloat16 products", overlap, heavy=True),
     ExplicitCase("64-bit-offsets", "offsets in 32 bits: a pool past 2^31 elements wraps around", far_pages),
 )

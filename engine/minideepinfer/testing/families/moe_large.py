@@ -15,6 +15,7 @@ from minideepinfer.testing.families.moe_cases import WIDTHS, forced, output
 from minideepinfer.testing.recipes.batch import facts
 from minideepinfer.testing.recipes.far import past_int32, rows_before
 from minideepinfer.testing.recipes.moe import MoeCase, MoeRecipe, moe_problem, random_experts
+from minideepinfer.testing.relations import tile_borders
 from minideepinfer.testing.subject import Subject, difference
 
 
@@ -187,7 +188,15 @@ def _last_of(count: int, tail: Tensor, device: torch.device) -> Tensor:
     return rows
 
 
+SIZES = (
+    MoeRecipe(70, routing="one", hidden_size=160, intermediate_size=224),
+    MoeRecipe(33, routing="any", num_experts=9, num_local_experts=7, expert_start=2, topk=3, shared=True),
+    MoeRecipe(130, routing="gate", hidden_size=64, num_experts=5, num_local_experts=4, topk=2, shared=True),
+    MoeRecipe(17, "float32", "released", 288, 96, num_experts=3, num_local_experts=3, topk=2, shared=True),
+)
+
 LARGE = (
+    tile_borders(SIZES),
     ExplicitCase("M2", "E8M0 at its edges: 0 is a subnormal, 255 is NaN; and every FP4 code and byte, bitwise", m2),
     ExplicitCase("M4", "rows of other ranks that are read; widths that are no multiple of a tile", m4),
     ExplicitCase("64-bit-offsets", "offsets in 32 bits: experts past 2^31 bytes wrap around", far_experts),

@@ -128,7 +128,12 @@ SIZES = (
     AttentionRecipe(
         BatchRecipe((1, 1), (63, 255), decode=True), num_heads=65, head_dim=24, sliding_window=128, compress_ratio=0
     ),
+    AttentionRecipe(
+        BatchRecipe((2,), (200,), page_tokens=64), "float32", 64, 512, 64, 128, 2, 70, pattern="valid", sink=1.0
+    ),
 )
+"""The last one has the released dims, which every operator is expected to serve."""
+
 
 LARGE = (
     tile_borders(SIZES),

@@ -105,7 +105,10 @@ SIZES = (
         candidate_block_size=16,
         numbers="few",
     ),
+    IndexerRecipe(BatchRecipe((2,), (300,), page_tokens=64), num_heads=32, head_dim=128, compress_ratio=2, topk=70),
 )
+"""The last one has the released dims, which every operator is expected to serve."""
+
 
 LARGE = (
     tile_borders(SIZES),

@@ -192,6 +192,7 @@ SIZES = (
     MoeRecipe(70, routing="one", hidden_size=160, intermediate_size=224),
     MoeRecipe(33, routing="any", num_experts=9, num_local_experts=7, expert_start=2, topk=3, shared=True),
     MoeRecipe(130, routing="gate", hidden_size=64, num_experts=5, num_local_experts=4, topk=2, shared=True),
+    MoeRecipe(40, hidden_size=512, intermediate_size=256, num_experts=8, num_local_experts=8, topk=6, shared=True),
     MoeRecipe(17, "float32", "released", 288, 96, num_experts=3, num_local_experts=3, topk=2, shared=True),
 )
 

@@ -183,6 +183,27 @@ def test_poison_reaches_what_nobody_wrote() -> None:
     assert (numbers > 10**9).all() and (written == 1).all()
 
 
+def test_guards_lie_beside_what_is_allocated() -> None:
+    with PoisonedAllocations() as memory:
+        tensors = [
+            torch.zeros(2, 3),
+            torch.empty(5, dtype=torch.int32),
+            torch.full((2,), 7.0),
+            torch.ones_like(torch.ones(2)),
+        ]
+        tensors[0][1] += 1.0
+    assert tensors[0].tolist() == [[0.0] * 3, [1.0] * 3] and tensors[2].tolist() == [7.0, 7.0]
+    assert memory.untouched()
+    for tensor in tensors:
+        for place in (tensor.storage_offset() - 1, tensor.storage_offset() + tensor.numel()):
+            neighbour = tensor.as_strided((1,), (1,), place)
+            before = neighbour.clone()
+            neighbour.zero_()
+            assert not memory.untouched()
+            neighbour.copy_(before)
+    assert memory.untouched()
+
+
 def test_guards_notice_a_store_past_an_edge() -> None:
     guarded = Guarded()
     inner = guarded.copy(torch.zeros(2, 3))

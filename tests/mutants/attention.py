@@ -147,6 +147,15 @@ NAIVE = (
         "scale * (1 + 1e-6 * (num_rows > 1))), cos[rows]",
     ),
     mutant(
+        "store-past-the-end",
+        "outputs-written",
+        "            output[start : start + _ROWS] = heads[: num_rows - start]",
+        "            output[start : start + _ROWS] = heads[: num_rows - start]\n"
+        "            end = output.storage_offset() + output.numel()\n"
+        "            if output.untyped_storage().nbytes() > end * output.element_size():  # else it is the heap's\n"
+        "                output.as_strided((1,), (1,), end).zero_()",
+    ),
+    mutant(
         "int32-offset",
         "64-bit-offsets",
         "return table[index.where(valid, 0)].float()",

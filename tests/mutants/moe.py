@@ -143,6 +143,14 @@ NAIVE = (
         "return total.to(x.dtype) if total.any() else x.nan_to_num_(0.0).mul_(0.0)",
     ),
     mutant(
+        "store-before-the-start",
+        "outputs-written",
+        "        return outputs.sum(1, dtype=torch.float32)",
+        "        if outputs.storage_offset():  # else it is the heap's\n"
+        "            outputs.as_strided((1,), (1,), outputs.storage_offset() - 1).zero_()\n"
+        "        return outputs.sum(1, dtype=torch.float32)",
+    ),
+    mutant(
         "int32-offset",
         "64-bit-offsets",
         "decode_mxfp4(experts.w13[expert],",

@@ -51,10 +51,12 @@ def repeatable(subject: Subject, case: Any) -> None:
 
 
 def outputs_written(subject: Subject, case: Any) -> None:
-    """With poison in every fresh allocation, the result is what it was."""
+    """With poison in and beside every fresh allocation the result is what it was, and nothing beside is written."""
     expected = subject.run(case)
-    with PoisonedAllocations():
+    with PoisonedAllocations() as memory:
         found = subject.run(case)
+    if not memory.untouched():
+        raise Violation("memory beside an output, or beside a workspace, was written to")
     exact = subject.properties.deterministic
     subject.agree(case, found, expected, "with poison in fresh memory", exact=exact)
 
@@ -142,7 +144,9 @@ REPEATABLE = Relation(
     "repeatable", "state kept from an earlier call, races, atomic sums in scheduling order", repeatable, "deterministic"
 )
 WRITTEN = Relation(
-    "outputs-written", "rows of the output that no thread writes, so that old memory shows", outputs_written
+    "outputs-written",
+    "rows of the output that no thread writes, so that old memory shows; stores past its end",
+    outputs_written,
 )
 INPUTS = Relation(
     "inputs-left-alone",

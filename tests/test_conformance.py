@@ -16,14 +16,16 @@ from fake_plugins import declaration
 from minideepinfer.cli.main import main
 from minideepinfer.errors import OperatorError
 from minideepinfer.operators import OperatorRegistry, RegisteredOperator, Support, load_registry
-from minideepinfer.testing.checking import check_operator, find_operators
+from minideepinfer.testing.checking import check_one, check_operator, find_operators
+from minideepinfer.testing.contract import ExplicitCase
 from minideepinfer.testing.recipes.attention import AttentionRecipe
 from minideepinfer.testing.recipes.batch import BatchRecipe
 from minideepinfer.testing.replay import replay
 from minideepinfer.testing.rounding import UNIT, Approximate
 from minideepinfer.testing.search import PROFILES
+from minideepinfer.testing.subject import Subject
 from minideepinfer.testing.tensors import Guarded, PoisonedAllocations, same_bits
-from minideepinfer.testing.tolerances import with_tables
+from minideepinfer.testing.tolerances import conformance, with_tables
 
 ROOT = Path(__file__).parents[1]
 SMALL = replace(PROFILES["quick"], examples=3, shrink=False)
@@ -137,6 +139,50 @@ def test_an_operator_that_refuses_everything_fails(registry: OperatorRegistry) -
     cases = {"A1", "A2", "A3", "tile-borders", "article", "64-bit-offsets"}
     assert {outcome.name for outcome in report.failures} == {*cases, "serves-something"}
     assert report.refused.total() > 20 and list(report.refused) == ["has a face, needs none"]
+
+
+@pytest.mark.parametrize(
+    ("device", "profile", "support", "reason"),
+    [
+        ("cpu", "quick", Support(), "heavy: asked on cuda, or with the profile thorough"),
+        ("cpu", "thorough", Support(devices=("cuda",), interpreted=True), "heavy: asked on cuda only, here the"),
+        ("cpu", "thorough", Support(), None),
+        ("cuda", "quick", Support(), None),
+    ],
+)
+def test_a_heavy_case_is_skipped_where_it_takes_too_long(
+    registry: OperatorRegistry, device: str, profile: str, support: Support, reason: str | None
+) -> None:
+    asked: list[Subject] = []
+    case = ExplicitCase("large", "", lambda subject: asked.append(subject) or "0.5 of everything", heavy=True)
+    subject = Subject(_operator(support=support), registry, conformance("attention"), device)
+    outcome = check_one(subject, case, PROFILES[profile], 0)
+    if reason is None:
+        assert asked and (outcome.status, outcome.note) == ("passed", "0.5 of everything")
+    else:
+        assert not asked and outcome.status == "skipped" and outcome.reason.startswith(reason)
+
+
+def test_a_machine_without_the_memory_is_a_skip(registry: OperatorRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
+    def empty(*arguments: Any, **keywords: Any) -> None:
+        raise RuntimeError("you tried to allocate too much")
+
+    monkeypatch.setattr("minideepinfer.testing.recipes.far.torch.empty", empty)
+    subject = Subject(registry.get("comm", "single"), registry, conformance("comm"))
+    outcome = check_one(subject, subject.family.relation("64-bit-offsets"), SMALL, 0)
+    assert outcome.status == "skipped" and outcome.reason.startswith("needs 4 GiB of address space on cpu: you tried")
+
+
+def test_operators_can_be_checked_in_processes_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+    alone, together = [], []
+    for found, jobs in ((alone, "1"), (together, "2")):
+        assert main(["ops", "check", "comm:single", "indexer:naive", "--jobs", jobs, "--json", "--seed", "4"]) == 0
+        found += json.loads(capsys.readouterr().out)["operators"]
+    for report in alone + together:
+        del report["seconds"]
+    assert alone == together and len(alone) == 2
+    assert main(["ops", "check", "comm:single", "--jobs", "0"]) == 1
+    assert "--jobs 0: at least 1 is needed" in capsys.readouterr().err
 
 
 def test_an_operator_is_not_asked_about_a_device_that_it_does_not_claim(registry: OperatorRegistry) -> None:

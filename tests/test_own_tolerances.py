@@ -20,13 +20,18 @@ from minideepinfer.operators import (
     load_registry,
 )
 from minideepinfer.testing import report
-from minideepinfer.testing.checking import check_operator
+from minideepinfer.testing.checking import check_one, check_operator
+from minideepinfer.testing.replay import replay
 from minideepinfer.testing.search import PROFILES
+from minideepinfer.testing.subject import Subject
+from minideepinfer.testing.tolerances import conformance
 from minideepinfer.testing.variants import own_tolerance, title, variants
 from minideepinfer_attention.naive import NaiveAttention
+from mutants import indexer, moe
 from pydantic import model_validator
 
 SMALL = replace(PROFILES["quick"], examples=3, variant_examples=3, shrink=False)
+MUTANTS = {"indexer": indexer.NAIVE, "moe": moe.NAIVE}
 WHY = "its output is rounded to bfloat16: 2^-9 of V, where the family's bound has a few 2^-24"
 
 
@@ -106,6 +111,20 @@ def test_a_tightened_row_is_one_that_an_operator_can_break(registry: OperatorReg
     assert {"matches-reference", "A1"} <= {failure.name for failure in broken.failures}
 
 
+@pytest.mark.parametrize(
+    ("family", "name", "factor"), [("indexer", "scores-in-bfloat16", 2.0**17), ("moe", "sum-in-bfloat16", 2.0**16)]
+)
+def test_rows_count_in_other_families(registry: OperatorRegistry, family: str, name: str, factor: float) -> None:
+    (mutant,) = [each for each in MUTANTS[family] if each.name == name]
+    inexact = mutant.build(registry.get(family, "naive").declaration)
+    rows = tuple(OwnTolerance(dtype, factor, "an example") for dtype in ("float32", "bfloat16"))
+    loosened = replace(inexact, declaration=replace(inexact.declaration, tolerances=rows))
+    known = conformance(family)
+    for operator, expected in ((inexact, "failed"), (loosened, "passed")):
+        subject = Subject(operator, registry, known)
+        assert check_one(subject, known.relation("matches-reference"), SMALL, 0).status == expected
+
+
 def test_every_value_of_an_enumerable_option_is_checked(registry: OperatorRegistry) -> None:
     changed = operator(options=Options, tolerances=(OwnTolerance("float32", 2.0**15, WHY, {"output": "rounded"}),))
     expected = ["", "output=rounded", "output=wrong", "shape=wide", "split=False", "split=True"]
@@ -148,3 +167,9 @@ def test_options_without_defaults_are_a_message(registry: OperatorRegistry) -> N
 
     with pytest.raises(OperatorError, match=r"attention:changed .*options at their defaults: tile"):
         check_operator(operator(options=Needy), registry, SMALL)
+
+
+def test_replay_takes_options() -> None:
+    replay("comm:single", "C1", options={})
+    with pytest.raises(OperatorError, match=r"comm:single .*options tile=4: tile"):
+        replay("comm:single", "C1", options={"tile": 4})

@@ -147,6 +147,12 @@ NAIVE = (
         "scale * (1 + 1e-6 * (num_rows > 1))), cos[rows]",
     ),
     mutant(
+        "denominator-in-bfloat16",
+        "article",
+        "@ values / denominator)",
+        "@ values / denominator.to(q.dtype))",
+    ),
+    mutant(
         "store-past-the-end",
         "outputs-written",
         "            output[start : start + _ROWS] = heads[: num_rows - start]",

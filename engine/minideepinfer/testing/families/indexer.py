@@ -144,15 +144,29 @@ FAMILY = Conformance(
         Relation("two-levels", "candidates ignored, numbered by entry, or without the newest block", two_levels),
     ),
     cases=(*CASES, *LARGE),
-    tolerances=tuple(
+    tolerances=(
+        *(
+            Tolerance(
+                dtype,
+                "selected entries and candidate blocks, as sets",
+                "no score left out is above one selected by more than 2·(d+h+2)·2⁻²⁴·Σ|w|Σ|q k|; none at all, and "
+                "equal sets, where scores are exact (small integers) and the operator is deterministic",
+                "d·h products and h weights summed in float32 (the contract's words), each sum off by at most one "
+                "rounding a term; products of bfloat16 are exact in float32, so both dtypes have one bound",
+            )
+            for dtype in ("float32", "bfloat16")
+        ),
         Tolerance(
-            dtype,
-            "selected entries and candidate blocks, as sets",
-            "no score left out is above one selected by more than 2·(d+h+2)·2⁻²⁴·Σ|w|Σ|q k|; none at all, and equal "
-            "sets, where scores are exact (small integers) and the operator is deterministic",
-            "d·h products and h weights summed in float32 (the contract's words), each sum off by at most one rounding "
-            "a term; products of bfloat16 are exact in float32, so both dtypes have one bound",
-        )
-        for dtype in ("float32", "bfloat16")
+            "both",
+            "the same",
+            "the sum of all products with a factor below 2⁻¹²⁶, and 2⁻¹²⁰·(1 + Σ|w|), more",
+            "a device may flush subnormals, of the input and on the way",
+        ),
+        Tolerance(
+            "bfloat16",
+            "case `overlap`",
+            "at least 0.9934 of the 512 entries that float32 selects by the unrounded numbers",
+            "the article's figure; naive reaches 0.9962 on the kit's numbers, and the report has both",
+        ),
     ),
 )

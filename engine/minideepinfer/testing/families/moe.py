@@ -197,5 +197,12 @@ FAMILY = Conformance(
             "|d log √softplus(l) / dl| ≤ 1/2; a weight has a score above and a sum of scores below the fraction line; "
             "a score below 2⁻⁶³ is the root of a number that float32 flushes",
         ),
+        Tolerance(
+            "both",
+            "decoded weights (case M2)",
+            "the same bits, but for the sign of zero; in bfloat16 0 is as good as a result below 2⁻¹²⁶",
+            "decoding is exact in both dtypes; sums lose the sign of zero, and units for bfloat16 may flush; to every "
+            "other output 2⁻¹²⁰ is added for that",
+        ),
     ),
 )

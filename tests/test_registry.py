@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 from fake_plugins import FakeDistribution, Plugins, declaration
 from minideepinfer.errors import OperatorError, PluginError
-from minideepinfer.operators import FAMILIES, OperatorDeclaration, Phase, Support, hookimpl, load_registry
+from minideepinfer.operators import (
+    FAMILIES,
+    OperatorDeclaration,
+    OwnTolerance,
+    Phase,
+    Support,
+    hookimpl,
+    load_registry,
+)
 
 
 @pytest.fixture
@@ -165,6 +173,17 @@ def test_a_value_that_is_no_declaration_is_refused(plugins: Plugins) -> None:
         ({"support": Support(phases=("decode",))}, "a tuple of Phase"),
         ({"support": Support(min_capability=9)}, "support.min_capability 9"),
         ({"support": Support(requires=("triton.language",))}, "only top-level modules"),
+        ({"tolerances": [OwnTolerance("float32", 0.5)]}, "a tuple of OwnTolerance"),
+        ({"tolerances": (2.0,)}, "a tuple of OwnTolerance"),
+        ({"tolerances": (OwnTolerance("float16", 0.5),)}, "tolerances[0].dtype 'float16'; one of its support.dtypes"),
+        ({"tolerances": (OwnTolerance("float32", 0.0),)}, "tolerances[0].factor 0.0; a finite number above 0"),
+        ({"tolerances": (OwnTolerance("float32", float("inf"), "so"),)}, "tolerances[0].factor inf"),
+        ({"tolerances": (OwnTolerance("float32", float("nan"), "so"),)}, "tolerances[0].factor nan"),
+        ({"tolerances": (OwnTolerance("float32", "4"),)}, "tolerances[0].factor '4'"),
+        ({"tolerances": (OwnTolerance("float32", 2.0, " "),)}, "tolerances[0].factor 2.0 without a reason"),
+        ({"tolerances": (OwnTolerance("float32", 0.5, options={"tile": 1}),)}, "its own options (it has none)"),
+        ({"tolerances": (OwnTolerance("float32", 0.5), OwnTolerance("float32", 0.7))}, "the special row comes first"),
+        ({"family": "comm", "tolerances": (OwnTolerance("float32", 0.5),)}, "family comm are compared bit by bit"),
     ],
 )
 def test_malformed_declarations_are_refused(plugins: Plugins, changes: dict[str, object], message: str) -> None:

@@ -37,9 +37,8 @@ NAIVE = (
     mutant(
         "sink-counted-as-a-value",
         "matches-reference",
-        "weights.to(q.dtype).float() @ keys.values / denominator",
-        "(weights.to(q.dtype).float() @ keys.values + (0 if sink is None else (sink[:, None] - peak).exp()))"
-        " / denominator",
+        "weights.to(q.dtype).float() @ values / denominator",
+        "(weights.to(q.dtype).float() @ values + (0 if sink is None else (sink[:, None] - peak).exp())) / denominator",
     ),
     mutant(
         "no-sink-is-a-sink-of-zero",
@@ -129,8 +128,8 @@ NAIVE = (
     mutant(
         "logits-in-bfloat16",
         "matches-reference",
-        "(q.float() @ keys.values.mT) * scale",
-        "((q.float() @ keys.values.mT) * scale).bfloat16().float()",
+        ".float() @ values.mT) * scale",
+        ".float() @ values.mT).mul(scale).bfloat16().float()",
     ),
     mutant(
         "order-of-sums-by-schedule",
@@ -146,6 +145,28 @@ NAIVE = (
         "units-alone",
         "scale), cos[rows]",
         "scale * (1 + 1e-6 * (num_rows > 1))), cos[rows]",
+    ),
+    mutant(
+        "denominator-in-bfloat16",
+        "article",
+        "@ values / denominator)",
+        "@ values / denominator.to(q.dtype))",
+    ),
+    mutant(
+        "store-past-the-end",
+        "outputs-written",
+        "            output[start : start + _ROWS] = heads[: num_rows - start]",
+        "            output[start : start + _ROWS] = heads[: num_rows - start]\n"
+        "            end = output.storage_offset() + output.numel()\n"
+        "            if output.untyped_storage().nbytes() > end * output.element_size():  # else it is the heap's\n"
+        "                output.as_strided((1,), (1,), end).zero_()",
+    ),
+    mutant(
+        "int32-offset",
+        "64-bit-offsets",
+        "return table[index.where(valid, 0)].float()",
+        "offsets = (index.where(valid, 0) * table.shape[-1]).int().long().unsqueeze(-1)\n"
+        "    return table.flatten()[offsets + torch.arange(table.shape[-1])].float()",
     ),
     mutant(
         "one-key-is-enough",

@@ -118,4 +118,12 @@ NAIVE = (
         "(q[:, head].double() @ keys.T)",
         "((q[:, head].double() * 0.5).round() * 2.0 @ keys.T)",
     ),
+    mutant(
+        "int32-offset",
+        "64-bit-offsets",
+        "return pool[pages.long()[entries // per_page], entries % per_page].double()",
+        "rows = pages.long()[entries // per_page] * per_page + entries % per_page\n"
+        "    offsets = (rows * pool.shape[2]).int().long().unsqueeze(-1)\n"
+        "    return pool.flatten()[offsets + torch.arange(pool.shape[2])].double()",
+    ),
 )

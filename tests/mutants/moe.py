@@ -194,4 +194,45 @@ NAIVE = (
         "                expert, decode_mxfp4(experts.w13[expert], experts.w13_scale[expert], x.dtype)\n"
         "            )",
     ),
+    mutant(
+        "store-before-the-start",
+        "outputs-written",
+        "        return outputs.sum(1, dtype=torch.float32)",
+        "        if outputs.storage_offset():  # else it is the heap's\n"
+        "            outputs.as_strided((1,), (1,), outputs.storage_offset() - 1).zero_()\n"
+        "        return outputs.sum(1, dtype=torch.float32)",
+    ),
+    mutant(
+        "int32-offset",
+        "64-bit-offsets",
+        "decode_mxfp4(experts.w13[expert],",
+        "decode_mxfp4(self._wrapped(experts.w13, expert),",
+        "    def _expert(self,",
+        "    def _wrapped(self, stacked, expert):\n"
+        "        one = stacked[0]\n"
+        "        start = int(torch.tensor(expert * one.numel()).int())\n"
+        "        return stacked.flatten()[start:][: one.numel()].view_as(one)\n\n"
+        "    def _expert(self,",
+    ),
+    mutant(
+        "hidden-rounded-down-to-the-tile",
+        "M4",
+        "return outputs.sum(1, dtype=torch.float32)",
+        "total = outputs.sum(1, dtype=torch.float32)\n"
+        "        total[:, max(32, x.shape[1] // 64 * 64) :] = 0.0\n"
+        "        return total",
+    ),
+    mutant(
+        "hidden-rounded-up-to-the-tile",
+        "matches-reference",
+        "self._expert(x[rows], w1, w3, w2,",
+        "self._expert(_rounded_up(x)[rows], w1, w3, w2,",
+        "class NaiveMoe:",
+        "def _rounded_up(x):\n"
+        '    """Rows as they lie if each were a multiple of 128 wide."""\n'
+        "    width = -(-x.shape[1] // 128) * 128\n"
+        "    starts = torch.arange(len(x))[:, None] * width + torch.arange(x.shape[1])\n"
+        "    return x.flatten()[starts.clamp(max=x.numel() - 1)]\n\n\n"
+        "class NaiveMoe:",
+    ),
 )

@@ -30,6 +30,7 @@ def add_check(actions: Any) -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--profile", choices=("quick", "thorough"), default="quick", help="how hard to look")
     parser.add_argument("--seed", type=int, default=0, help="the same seed draws the same calls")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="operators checked at once, in N processes")
     parser.add_argument("--json", action="store_true", help="print data")
     parser.set_defaults(run=_check)
 
@@ -39,10 +40,12 @@ def _check(args: argparse.Namespace) -> int:
         raise OperatorError("ops check needs hypothesis, which is not installed: pip install 'mini-deepinfer[testing]'")
     if args.device == "cpu":
         os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it when a kernel's module is imported
+    if args.jobs < 1:
+        raise OperatorError(f"--jobs {args.jobs}: at least 1 is needed")
     from minideepinfer.testing import report
-    from minideepinfer.testing.checking import check_operator, find_operators
+    from minideepinfer.testing.checking import find_operators
+    from minideepinfer.testing.parallel import check_operators
     from minideepinfer.testing.plans import check_plan
-    from minideepinfer.testing.search import PROFILES
 
     registry = load_registry()
     operators = find_operators(registry, args.operators) if args.operators or not args.plan else []
@@ -50,10 +53,10 @@ def _check(args: argparse.Namespace) -> int:
     if not args.json:
         print(f"profile {args.profile}, seed {args.seed}, device {args.device}", flush=True)
     reports = []
-    for operator in operators:
-        reports.append(check_operator(operator, registry, PROFILES[args.profile], args.seed, args.device))
+    for found in check_operators(operators, registry, args.profile, args.seed, args.device, args.jobs):
+        reports.append(found)
         if not args.json:
-            print("\n".join(report.lines(reports[-1])), flush=True)
+            print("\n".join(report.lines(found)), flush=True)
     if args.plan:
         reports.append(check_plan(registry, args.plan, args.device))
         if not args.json:

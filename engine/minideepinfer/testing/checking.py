@@ -5,18 +5,19 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 import torch
 
 from minideepinfer.errors import OperatorError
-from minideepinfer.operators import FAMILIES, OperatorRegistry, RegisteredOperator
+from minideepinfer.operators import FAMILIES, OperatorRegistry, OwnTolerance, RegisteredOperator
 from minideepinfer.testing.chains import conformances, unfinished
-from minideepinfer.testing.contract import Conformance, Crash, ExplicitCase, Refused, Relation, Violation
+from minideepinfer.testing.contract import Conformance, Crash, ExplicitCase, Refused, Relation, Unavailable, Violation
 from minideepinfer.testing.coverage import MOST_REFUSED, is_built_in, packaged_configs, uncovered
 from minideepinfer.testing.search import Failure, Profile, judging, search
 from minideepinfer.testing.subject import Subject, Tally
+from minideepinfer.testing.variants import plain, title, variants
 
 PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 
@@ -31,6 +32,8 @@ class Outcome:
         reason: what failed, or why it was skipped.
         crash: whether the operator raised an exception.
         code: makes the failing call again, as Python one can paste; empty unless failed.
+        note: what an explicit case measured.
+        options: the operator's options that were not at their defaults, in words.
     """
 
     name: str
@@ -38,6 +41,8 @@ class Outcome:
     reason: str = ""
     crash: bool = False
     code: str = ""
+    note: str = ""
+    options: str = ""
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,7 @@ class Report:
         forms: which forms of the operator ran, with counts; empty if it does not say.
         drawn: problems drawn at random.
         declined: how many of these it refused, though it declares their phase.
+        tolerances: the operator's own rows of the tolerance table.
     """
 
     title: str
@@ -65,6 +71,7 @@ class Report:
     forms: Counter[str] = field(default_factory=Counter)
     drawn: int = 0
     declined: int = 0
+    tolerances: tuple[OwnTolerance, ...] = ()
 
     @property
     def failures(self) -> tuple[Outcome, ...]:
@@ -85,7 +92,7 @@ class Report:
 def check_operator(
     operator: RegisteredOperator, registry: OperatorRegistry, profile: Profile, seed: int = 0, device: str = "cpu"
 ) -> Report:
-    """Check one operator against everything that the kit knows about its family.
+    """Check one operator against everything that the kit knows about its family, at each of its `variants`.
 
     Args:
         operator: what to check.
@@ -98,10 +105,16 @@ def check_operator(
         OperatorError: no reference operator of the family is registered.
     """
     start, tally, outcomes = time.perf_counter(), Tally(), []
-    for family, relation in entries(operator, registry):
-        subject = Subject(operator, registry, family, device)
-        outcomes.append(check_one(subject, relation, profile, seed))
-        tally.add(subject.tally)
+    for changes in variants(operator):
+        for family, relation in entries(operator, registry):
+            try:
+                subject = Subject(operator, registry, family, device, changes)
+            except OperatorError as error:  # of a variant: the defaults were tried before
+                tally.refused[str(error)] += 1
+                outcomes.append(Outcome(relation.name, SKIPPED, str(error), options=title(changes)))
+                continue
+            outcomes.append(check_one(subject, relation, profile, seed))
+            tally.add(subject.tally)
     outcomes += [Outcome("completed", FAILED, reason) for reason in unfinished(operator, registry)]
     if is_built_in(operator) and operator.declaration.support.serves(device):
         outcomes += _coverage(operator, tally, device)
@@ -119,6 +132,7 @@ def check_operator(
         tally.forms,
         tally.drawn,
         tally.declined,
+        operator.declaration.tolerances,
     )
 
 
@@ -143,13 +157,17 @@ def entries(
 
 
 def check_one(subject: Subject, relation: Relation | ExplicitCase, profile: Profile, seed: int) -> Outcome:
-    """One relation or explicit case of one operator."""
+    """One relation or explicit case of one operator with one set of options."""
+    return replace(_check(subject, relation, profile, seed), options=title(subject.changes))
+
+
+def _check(subject: Subject, relation: Relation | ExplicitCase, profile: Profile, seed: int) -> Outcome:
     torch.manual_seed(seed)
     support = subject.registered.declaration.support
     if not support.serves(subject.device.type):
         return Outcome(relation.name, SKIPPED, f"the operator serves {' and '.join(support.devices)} only")
     if isinstance(relation, ExplicitCase):
-        return _explicit(subject, relation)
+        return _explicit(subject, relation, profile)
     if relation.needs and not getattr(subject.properties, relation.needs):
         return Outcome(relation.name, SKIPPED, f"the operator does not declare {relation.needs}")
     failure = search(subject, relation, profile, seed)
@@ -160,15 +178,30 @@ def check_one(subject: Subject, relation: Relation | ExplicitCase, profile: Prof
     return Outcome(relation.name, PASSED)
 
 
-def _explicit(subject: Subject, case: ExplicitCase) -> Outcome:
+def _explicit(subject: Subject, case: ExplicitCase, profile: Profile) -> Outcome:
+    if case.heavy and (why := _too_heavy(subject, profile)):
+        return Outcome(case.name, SKIPPED, why)
     try:
         with judging(subject):
-            case.check(subject)
+            note = case.check(subject)
     except Refused as refused:
+        if subject.changes:
+            return Outcome(case.name, SKIPPED, str(refused))
         return Outcome(case.name, FAILED, f"the operator refuses the case at all dims that the kit tries: {refused}")
+    except Unavailable as reason:
+        return Outcome(case.name, SKIPPED, str(reason))
     except (Violation, Crash) as error:
         return _failed(subject, case.name, Failure(str(error), isinstance(error, Crash)))
-    return Outcome(case.name, PASSED)
+    return Outcome(case.name, PASSED, note=note or "")
+
+
+def _too_heavy(subject: Subject, profile: Profile) -> str:
+    """Why a heavy case is not asked here; empty if it is."""
+    if subject.device.type != "cpu":
+        return ""
+    if subject.interpreted:
+        return "heavy: asked on cuda only, here the operator is interpreted"
+    return "" if profile.name == "thorough" else "heavy: asked on cuda, or with the profile thorough"
 
 
 def _failed(subject: Subject, name: str, failure: Failure) -> Outcome:
@@ -178,14 +211,16 @@ def _failed(subject: Subject, name: str, failure: Failure) -> Outcome:
 def pasteable(subject: Subject, name: str, recipe: Any) -> str:
     """Python that makes a failing call again."""
     operator = f"{subject.registered.declaration.family}:{subject.registered.name}"
-    device = "" if subject.device.type == "cpu" else f", device={str(subject.device)!r}"
+    where = "" if subject.device.type == "cpu" else f", device={str(subject.device)!r}"
+    changes = {option: plain(value) for option, value in subject.changes.items()}
+    where += f", options={changes!r}" if changes else ""
     lines = ["from minideepinfer.testing.replay import replay"]
     argument = ""
     if recipe is not None:
         kinds = {type(recipe), *(type(v) for v in vars(recipe).values() if is_dataclass(v))}
         lines += sorted(f"from {kind.__module__} import {kind.__name__}" for kind in kinds)
         argument = f", {_code(recipe)}"
-    return "\n".join([*lines, "", f"replay({operator!r}, {name!r}{argument}{device})"])
+    return "\n".join([*lines, "", f"replay({operator!r}, {name!r}{argument}{where})"])
 
 
 def _code(recipe: Any) -> str:

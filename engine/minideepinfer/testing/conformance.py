@@ -1,15 +1,18 @@
-"""The conformance kit as tests: one per operator and relation.
+"""The conformance kit as tests: one per operator, relation and set of options.
 
 pytest --pyargs minideepinfer.testing.conformance --operator acme_ops:attention/acme-tiled
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
 
+from minideepinfer.errors import OperatorError
 from minideepinfer.operators import OperatorRegistry, RegisteredOperator, load_registry
 from minideepinfer.testing.chains import conformances
 from minideepinfer.testing.checking import FAILED, SKIPPED, check_one, entries, find_operators
@@ -17,6 +20,7 @@ from minideepinfer.testing.contract import Conformance, ExplicitCase, Relation
 from minideepinfer.testing.coverage import is_built_in, packaged_configs, uncovered
 from minideepinfer.testing.search import PROFILES, edge_recipes
 from minideepinfer.testing.subject import Subject
+from minideepinfer.testing.variants import title, variants
 
 
 @cache
@@ -30,22 +34,34 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "entry" not in metafunc.fixturenames:
         metafunc.parametrize("operator", [pytest.param(operator, id=operator.name) for operator in operators])
         return
-    asked = [
-        pytest.param(operator, family, entry, id=f"{family.family}/{operator.name}-{entry.name}")
+    combinations = [
+        pytest.param(operator, changes, family, entry, id=_id(operator, changes, family, entry))
         for operator in operators
+        for changes in variants(operator)
         for family, entry in entries(operator, _registry())
     ]
-    metafunc.parametrize(("operator", "family", "entry"), asked)
+    metafunc.parametrize(("operator", "changes", "family", "entry"), combinations)
+
+
+def _id(
+    operator: RegisteredOperator, changes: Mapping[str, Any], family: Conformance, entry: Relation | ExplicitCase
+) -> str:
+    options = f"{{{title(changes)}}}" if changes else ""
+    return f"{family.family}/{operator.name}{options}-{entry.name}"
 
 
 def test_it_holds(
     operator: RegisteredOperator,
+    changes: Mapping[str, Any],
     family: Conformance,
     entry: Relation | ExplicitCase,
     pytestconfig: pytest.Config,
 ) -> None:
-    """The relation or explicit case holds for the operator."""
-    subject = Subject(operator, _registry(), family, pytestconfig.getoption("--operator-device"))
+    """The relation or explicit case holds for the operator with these options changed."""
+    try:
+        subject = Subject(operator, _registry(), family, pytestconfig.getoption("--operator-device"), changes)
+    except OperatorError as error:  # of a variant: collection built the defaults
+        pytest.skip(str(error))
     profile = PROFILES[pytestconfig.getoption("--operator-profile")]
     outcome = check_one(subject, entry, profile, pytestconfig.getoption("--operator-seed"))
     if outcome.status == SKIPPED:

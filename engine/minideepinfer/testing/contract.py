@@ -29,6 +29,10 @@ class Refused(Exception):
     """An operator said, with reasons, that it does not support the problem; a skip, counted."""
 
 
+class Unavailable(Exception):
+    """This machine cannot hold what a case needs; a skip, with the reason."""
+
+
 @dataclass(frozen=True)
 class Tolerance:
     """How far an operator of a family may be from the reference in one compute dtype.
@@ -70,12 +74,15 @@ class ExplicitCase:
     Attributes:
         name: e.g. `A1`.
         fault: what went wrong there.
-        check: raises `Violation`.
+        check: raises `Violation`; may return what it measured, for the report.
+        heavy: too large for a quick look on a CPU: it is asked on cuda and in the `thorough` profile only, and reported
+            as skipped elsewhere.
     """
 
     name: str
     fault: str
-    check: Callable[[Subject], None]
+    check: Callable[[Subject], str | None]
+    heavy: bool = False
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,8 @@ def pair_end_to_end(subject: Subject) -> None:
     """A pair in all layers, in float32 or else in the first dtype, in the first model that it serves."""
     dtype = "float32" if "float32" in subject.dtypes else subject.dtypes[0]
     assert subject.family.partner is not None
-    pair = {operator.declaration.family: operator.name for operator in (subject.registered, subject.family.partner)}
+    partner, own = subject.family.partner, subject.registered.declaration.family
+    pair = {own: subject.choice, partner.declaration.family: partner.name}
     ops, reasons = reference_ops(subject) | pair, ""
     for name in MODELS:
         stage = Stage(checkpoint(name), subject.registry, dtype, str(subject.device))
@@ -101,10 +102,11 @@ def _refusals(subject: Subject, stage: Stage) -> dict[PlanKey, tuple[str, ...]]:
     model = ModelConfig.from_file(stage.path)
     problems = layer_problems(model, stage.config({}), subject.device.type, capability)
     declaration = subject.registered.declaration
-    return {key: obstacles(declaration, p) for key, p in problems.items() if key[0] == declaration.family}
+    own = {key: problem for key, problem in problems.items() if key[0] == declaration.family}
+    return {key: obstacles(declaration, p) or subject.refused_options(p) for key, p in own.items()}
 
 
-def reference_ops(subject: Subject) -> dict[str, str]:
+def reference_ops(subject: Subject) -> dict[str, Any]:
     """Reference operators everywhere."""
     return {family: subject.reference_operator(family).name for family in FAMILIES}
 
@@ -112,10 +114,10 @@ def reference_ops(subject: Subject) -> dict[str, str]:
 def ops_at(subject: Subject, places: Iterable[PlanKey]) -> dict[str, Any]:
     """The operator under test in some layers and phases, reference operators elsewhere."""
     ops: dict[str, Any] = dict(reference_ops(subject))
-    family, name = subject.registered.declaration.family, subject.registered.name
-    layers: dict[str, dict[str, str]] = {}
-    phases: dict[str, str] = {}
+    family, choice = subject.registered.declaration.family, subject.choice
+    layers: dict[str, dict[str, Any]] = {}
+    phases: dict[str, Any] = {}
     for _, layer, phase in places:
         chosen = phases if layer is None else layers.setdefault(str(layer), {})
-        chosen[phase.value] = name
+        chosen[phase.value] = choice
     return ops | {family: {"default": ops[family], "layers": layers, **phases}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from minideepinfer.errors import OperatorError
@@ -11,7 +12,9 @@ from minideepinfer.testing.contract import ExplicitCase
 from minideepinfer.testing.subject import Subject
 
 
-def replay(operator: str, name: str, recipe: Any = None, device: str = "cpu") -> None:
+def replay(
+    operator: str, name: str, recipe: Any = None, device: str = "cpu", options: Mapping[str, Any] | None = None
+) -> None:
     """Check one relation for one call, or one explicit case; returns if it holds.
 
     Args:
@@ -19,12 +22,13 @@ def replay(operator: str, name: str, recipe: Any = None, device: str = "cpu") ->
         name: of the relation or explicit case.
         recipe: makes the call; None for an explicit case.
         device: where.
+        options: those that are not at their defaults.
 
     Raises:
         Violation: it does not hold.
         Crash: the operator raised an exception; it is the cause.
         Refused: the operator does not support the call.
-        OperatorError: there is no such operator or relation.
+        OperatorError: there is no such operator, relation or option.
     """
     registry = load_registry()
     (registered,) = find_operators(registry, [operator])
@@ -32,7 +36,7 @@ def replay(operator: str, name: str, recipe: Any = None, device: str = "cpu") ->
     if name not in asked:
         raise OperatorError(f"{registered.title} is not asked for {name!r}, but for {', '.join(asked)}")
     family, entry = asked[name]
-    subject = Subject(registered, registry, family, device)
+    subject = Subject(registered, registry, family, device, options)
     if isinstance(entry, ExplicitCase):
         entry.check(subject)
     else:

@@ -39,7 +39,7 @@ def attention_recipes(dtypes: tuple[str, ...] = BOTH) -> st.SearchStrategy[Atten
         batch=batches(),
         dtype=st.sampled_from(dtypes),
         num_heads=st.integers(1, 3),
-        head_dim=st.sampled_from([8, 32, 24]),
+        head_dim=st.sampled_from([8, 32, 24, 32, 24, 40, 64, 33]),
         rope_dim=st.sampled_from([4, 8]),
         sliding_window=st.integers(1, 9),
         compress_ratio=st.sampled_from([1, 2, 0]),
@@ -48,8 +48,8 @@ def attention_recipes(dtypes: tuple[str, ...] = BOTH) -> st.SearchStrategy[Atten
         pattern=st.sampled_from(PATTERNS),
         with_lens=st.booleans(),
         sink=st.sampled_from([None, 1.0, 30.0]),
-        q_amplitude=st.sampled_from([0.5, 4.0, 100.0]),
-        kv_amplitude=st.sampled_from([1.0, 1e-3, 1e3]),
+        q_amplitude=st.sampled_from([0.5, 4.0, 100.0, 0.0, 1e-25]),
+        kv_amplitude=st.sampled_from([1.0, 1e-3, 1e3, 1e25, 1e-39]),
         seed=SEEDS,
     )
 
@@ -61,7 +61,7 @@ def indexer_recipes(dtypes: tuple[str, ...] = BOTH) -> st.SearchStrategy[Indexer
         batch=batches(),
         dtype=st.sampled_from(dtypes),
         num_heads=st.integers(1, 4),
-        head_dim=st.sampled_from([4, 16]),
+        head_dim=st.sampled_from([4, 16, 16, 24, 5]),
         compress_ratio=st.sampled_from([1, 2]),
         topk=st.integers(1, 12),
         role=st.sampled_from(ROLES),
@@ -69,6 +69,9 @@ def indexer_recipes(dtypes: tuple[str, ...] = BOTH) -> st.SearchStrategy[Indexer
         candidate_block_size=st.sampled_from([2, 3, 4]),
         numbers=st.sampled_from(["normal", "normal", "few", "few", "zero"]),
         positive_weights=st.booleans(),
+        q_amplitude=st.sampled_from([1.0, 1.0, 1e15, 1e-20]),
+        key_amplitude=st.sampled_from([1.0, 1.0, 1e15, 1e-39]),
+        named=st.sampled_from(["any", "any", "none", "all"]),
         seed=SEEDS,
     )
 
@@ -84,7 +87,7 @@ def moe_recipes(
         tokens=draw(st.integers(0, 6)),
         dtype=draw(st.sampled_from(dtypes)),
         activation_quantization=draw(st.sampled_from(quantizations)),
-        hidden_size=draw(st.sampled_from([32, 96])),
+        hidden_size=draw(st.sampled_from([32, 96, 160])),
         intermediate_size=draw(st.sampled_from([32, 96])),
         num_experts=experts,
         num_local_experts=local,
@@ -92,7 +95,7 @@ def moe_recipes(
         topk=draw(st.integers(1, min(3, experts))),
         routing=draw(st.sampled_from(["gate", "gate", "any", "any", *ROUTINGS])),
         shared=draw(st.booleans()),
-        amplitude=draw(st.sampled_from([1.0, 20.0])),
+        amplitude=draw(st.sampled_from([1.0, 20.0, 1e4, 1e-39])),
         few=draw(st.booleans()),
         seed=draw(SEEDS),
     )

@@ -27,6 +27,7 @@ from minideepinfer.operators.support import obstacles
 from minideepinfer.testing.contract import Conformance, Crash, Outputs, Refused, Violation
 from minideepinfer.testing.ranks import RankComm, World
 from minideepinfer.testing.tensors import map_tensors, same_bits
+from minideepinfer.testing.variants import own_tolerance, plain, with_options
 
 C = TypeVar("C")
 
@@ -46,7 +47,7 @@ class Tally:
     """Which form of the operator ran (a built operator may say so in `form`, e.g. `gluon` or `interpreted`)."""
 
     def add(self, other: Tally) -> None:
-        """Count what another check counted."""
+        """Count what another tally counted."""
         self.ran += other.ran
         self.refused += other.refused
         self.drawn += other.drawn
@@ -68,13 +69,33 @@ class Subject:
         registry: OperatorRegistry,
         family: Conformance,
         device: torch.device | str = "cpu",
+        changes: Mapping[str, Any] | None = None,
     ) -> None:
         self.registered, self.family, self.device = registered, family, torch.device(device)
+        self.changes = changes or {}
+        """Options that differ from the defaults."""
+        self.options = with_options(registered, self.changes)
         self.properties = _properties(registered, family.partner)
         self.tally = Tally()
         self._references = registry
         self.registry = including(registry, registered)
         self._built: dict[tuple[RegisteredOperator, Problem, int], Any] = {}
+
+    @property
+    def interpreted(self) -> bool:
+        """Whether the operator does not run here natively, but through Triton's interpreter."""
+        return self.device.type not in self.registered.declaration.support.devices
+
+    @property
+    def choice(self) -> str | dict[str, Any]:
+        """The operator with its options, as an engine configuration names it."""
+        options = {name: plain(value) for name, value in self.changes.items()}
+        return {"name": self.registered.name, "options": options} if options else self.registered.name
+
+    @property
+    def narrowest(self) -> str:
+        """bfloat16 if the operator declares it, else what it declares first."""
+        return "bfloat16" if "bfloat16" in self.dtypes else self.dtypes[0]
 
     @property
     def dtypes(self) -> tuple[str, ...]:
@@ -87,18 +108,14 @@ class Subject:
         if case.problem.phase in self.registered.declaration.support.phases and self.obstacles(case):
             self.tally.declined += 1
 
-    @property
-    def interpreted(self) -> bool:
-        """Whether its kernels are interpreted here, which makes large cases too slow."""
-        return self.device.type not in self.registered.declaration.support.devices
-
     def problem(self, case: Any) -> Problem:
         """A case's problem on the device under test."""
         return on_device(case.problem, self.device)
 
     def obstacles(self, case: Any) -> tuple[str, ...]:
         """Why the operator does not serve a case; empty if it does."""
-        found = obstacles(self.registered.declaration, self.problem(case))
+        problem = self.problem(case)
+        found = obstacles(self.registered.declaration, problem) or self.refused_options(problem)
         if (partner := self.family.partner) is not None:
             problem = on_device(case.partner_problem, self.device)
             found += tuple(f"{partner.title} {reason}" for reason in obstacles(partner.declaration, problem))
@@ -109,6 +126,11 @@ class Subject:
         if reasons := obstacles(self.registered.declaration, on_device(problem, self.device)):
             self.tally.refused["; ".join(reasons)] += 1
         return not reasons
+
+    def slack(self, case: Any) -> float:
+        """The operator's own factor on the family's bound for a case."""
+        tolerance = own_tolerance(self.registered.declaration, case.problem.dtype, self.options)
+        return 1.0 if tolerance is None else tolerance.factor
 
     def nearest(self, cases: Iterable[C]) -> C:
         """The first of some cases, ordered by distance from the one wanted, whose problem the operator serves.
@@ -174,6 +196,12 @@ class Subject:
         outputs = self._call(self.reference_operator(self.family.family), self.family.widen(case))
         return {name: tensor.cpu() for name, tensor in outputs.items()}
 
+    def naive(self, case: Any) -> Outputs:
+        """What the reference operator returns in the case's own dtype."""
+        return {
+            name: tensor.cpu() for name, tensor in self._call(self.reference_operator(self.family.family), case).items()
+        }
+
     def peer(self, family: str, problem: Problem) -> Any:
         """The built reference operator of another family, for operators that call one."""
         return self.built(self.reference_operator(family), problem)
@@ -212,9 +240,21 @@ class Subject:
         """The operator of a family that the others are compared with."""
         return reference_operator(self._references, family)
 
+    def refused_options(self, problem: Problem) -> tuple[str, ...]:
+        """Why `build` refuses a problem with changed options, by an `OperatorError`; the defaults must serve."""
+        if not self.changes:
+            return ()
+        try:
+            self._operator(self.registered, problem)
+        except OperatorError as error:
+            return (str(error),)
+        except Exception:  # the call meets it again, and reports it
+            return ()
+        return ()
+
     def _operator(self, registered: RegisteredOperator, problem: Problem, rank: int = 0) -> Any:
         if (registered, problem, rank) not in self._built:
-            options = registered.declaration.options()
+            options = self.options if registered is self.registered else registered.declaration.options()
             self._built[registered, problem, rank] = build(_planned(registered, problem, options), self.device)
         return self._built[registered, problem, rank]
 

@@ -37,6 +37,13 @@ EDGES = (
     AttentionRecipe(BatchRecipe((4,), (40,), window_start=(45,)), pattern="front", index_topk=9),
     AttentionRecipe(BatchRecipe((7,), (0,)), sliding_window=3, spare_slots=0, q_amplitude=4.0),
     AttentionRecipe(BatchRecipe((2, 1), (17, 33), decode=True), sliding_window=6, spare_slots=0, index_topk=9),
+    AttentionRecipe(BatchRecipe((1, 2, 1), (7, 15, 8)), pattern="newest", index_topk=9),  # ends of pages
+    AttentionRecipe(BatchRecipe((2, 3), (5, 8)), compress_ratio=2, pattern="valid", head_dim=33, index_topk=7),
+    AttentionRecipe(_THREE, pattern="valid", q_amplitude=0.0, sink=1.0),  # all scores equal
+    AttentionRecipe(_THREE, q_amplitude=1e-25, kv_amplitude=1e25, sink=1.0),
+    AttentionRecipe(_THREE, pattern="valid", q_amplitude=1e4, num_heads=2),
+    AttentionRecipe(_THREE, q_amplitude=1e37, kv_amplitude=1e-39, num_heads=2),  # subnormal keys
+    AttentionRecipe(_THREE, q_amplitude=1e-39, sink=1.0),
 )
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from minideepinfer.testing import strategies
 from minideepinfer.testing.contract import Conformance, ExplicitCase, Outputs, Refused, Relation, Tolerance, Violation
+from minideepinfer.testing.families.comm_large import LARGE
 from minideepinfer.testing.families.comm_ranks import SIZES, between_processes, scenarios, with_experts
 from minideepinfer.testing.families.whole_model import WHOLE_MODEL
 from minideepinfer.testing.recipes.comm import CommCase, CommRecipe, identity_experts
@@ -115,6 +116,7 @@ FAMILY = Conformance(
         ExplicitCase("M4", "a row width that is no multiple of a vector, cut or read past its end", m4),
         ExplicitCase("moe-and-comm", "a dispatch that brings what the experts do not expect", with_experts),
         *WHOLE_MODEL,
+        *LARGE,
     ),
     tolerances=tuple(
         Tolerance(dtype, "every tensor", "the same bits", "moving is not arithmetic; one rank's sum has one term")

@@ -42,6 +42,13 @@ EDGES = (
     IndexerRecipe(_LONG, role="reindex", numbers="few", candidate_block_size=4, candidate_topk_blocks=3, topk=9),
     IndexerRecipe(_THREE, role="reindex", candidate_block_size=2, candidate_topk_blocks=6, compress_ratio=2),
     IndexerRecipe(BatchRecipe((7,), (9,), page_tokens=16), compress_ratio=2, role="source", candidate_block_size=2),
+    IndexerRecipe(BatchRecipe((1, 2, 1), (7, 15, 8)), num_heads=2, topk=6),  # ends of pages
+    IndexerRecipe(BatchRecipe((2, 3), (5, 8)), compress_ratio=2, num_heads=2, head_dim=5, topk=4),
+    IndexerRecipe(_LONG, role="reindex", named="none"),
+    IndexerRecipe(_LONG, role="reindex", named="all", candidate_topk_blocks=20, topk=9, numbers="few", num_heads=2),
+    IndexerRecipe(_LONG, num_heads=3, topk=6, q_amplitude=1e15, key_amplitude=1e15),
+    IndexerRecipe(_LONG, num_heads=3, topk=6, q_amplitude=1e30, key_amplitude=1e-39),  # subnormal keys
+    IndexerRecipe(_LONG, num_heads=3, topk=6, q_amplitude=1e-20, key_amplitude=1e-20),  # subnormal scores
 )
 
 

@@ -9,10 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minideepinfer.operators import PackedExperts
-from minideepinfer.quantization import E4M3_MAX, decode_e2m1, encode_mxfp4
+from minideepinfer.quantization import E4M3_MAX, encode_mxfp4
 from minideepinfer.testing.contract import Violation
-from minideepinfer.testing.families.moe_calls import forced, identity_case
+from minideepinfer.testing.families.moe_calls import identity_case
 from minideepinfer.testing.recipes.moe import MoeCase, MoeRecipe, random_experts
 from minideepinfer.testing.subject import Subject
 
@@ -20,45 +19,6 @@ AMAXES = ((2.7, 126), (5.5, 127), (1.2, 125), (6.0, 127), (6.5, 128), (7.9, 128)
 """Largest magnitudes of blocks, and the exponent byte of each in MXFP4: rounded up, so that nothing saturates."""
 WIDE = ((5120, 2304), (160, 96), (256, 128), (512, 256), (1024, 512))
 """Hidden and inner size of L2, the wanted ones first."""
-
-
-def m2(subject: Subject, dtype: str) -> None:
-    """All 16 codes under all 256 exponents, in w2: what comes out shows the decoded numbers."""
-    recipe = MoeRecipe(1, dtype, hidden_size=4096, intermediate_size=96, num_experts=1, num_local_experts=1)
-    case = forced(subject, recipe, torch.zeros(1, 1, dtype=torch.int64))
-    hidden, inner = case.problem.hidden_size, case.problem.intermediate_size
-    w13 = torch.zeros(1, 2, inner, hidden // 2, dtype=torch.uint8)
-    w13[0, :, 0, 0] = 0x02  # w1[0, 0] = w3[0, 0] = 1
-    w2 = torch.zeros(1, hidden, inner // 2, dtype=torch.uint8)
-    w2_scale = torch.full((1, hidden, inner // 32), 127, dtype=torch.uint8)
-    codes, exponents = torch.arange(4096) % 16, torch.arange(4096) // 16
-    w2[0, :4096, 0], w2_scale[0, :4096, 0] = codes.to(torch.uint8), exponents.to(torch.uint8)
-    experts = PackedExperts(w13, torch.full((1, 2, inner, hidden // 32), 127, dtype=torch.uint8), w2, w2_scale)
-    x = torch.zeros_like(case.x)
-    x[0, 0] = 1.0
-    weight = 1.0 / F.silu(torch.tensor(1.0))
-    case = replace(
-        case,
-        x=x,
-        weights=replace(case.weights, experts=experts),
-        routing=(case.routing[0], weight.view(1, 1)),  # type: ignore[index]
-    )
-    y = subject.run(case)["y"][0, :4096]
-    values = decode_e2m1(codes.to(torch.uint8), torch.float64) * 2.0 ** (exponents.double() - 127)
-    expected = values.to(torch.float32).masked_fill(exponents == 255, torch.nan).to(y.dtype)
-    wrong = y.isnan() != expected.isnan()
-    # What goes into w2 is 1 up to the last bit of silu; subnormal results lose bits of their own, in bfloat16 all.
-    slack = 2.0**-128 if y.dtype is torch.float32 else 2.0**-126
-    wrong |= (y.double() - expected.double()).abs() > 2.0**-7 * expected.double().abs() + slack
-    if subject.properties.deterministic and y.dtype is torch.float32:
-        reference = subject.reference(case)["y"][0, :4096]
-        normal = expected.abs() >= 2.0**-126
-        wrong |= normal & ((y - reference).abs() > 2.0**-22 * reference.abs())
-    if bool(wrong.any()):
-        at = int(wrong.nonzero()[0])
-        raise Violation(
-            f"code {int(codes[at])} with exponent {int(exponents[at])} is {float(y[at])}, not {float(expected[at])}"
-        )
 
 
 def blocks_of(amaxes: Sequence[float], fill: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from minideepinfer.testing.recipes.batch import BatchRecipe
 from minideepinfer.testing.relations import matches_reference, repeatable
 from minideepinfer.testing.subject import Subject
 from minideepinfer_attention.refusals import refuses
-from minideepinfer_attention.rows import pool_rows, window_buffer, window_layout
+from minideepinfer_attention.rows import window_buffer, window_layout
 from minideepinfer_attention.sparse import sparse_attention
 from minideepinfer_attention.window import WindowTile, WindowTiles
 from torch import Tensor
@@ -125,17 +125,6 @@ def test_windows_lie_in_a_row(seed: int) -> None:
         assert len(seen) == len(keys) == 5 - int(layout.hidden[row])
         assert torch.equal(buffer[seen].double(), keys.reshape(-1, 32))
     assert buffer[-2:].eq(0).all(), "padding rows are zero"
-
-
-def test_pool_rows_are_padded_to_a_multiple() -> None:
-    case = AttentionRecipe(LONG, index_topk=9, compress_ratio=2, with_lens=True).build()
-    assert case.selection is not None
-    plain = pool_rows(case.selection, case.batch, 2, 4)
-    padded = pool_rows(case.selection, case.batch, 2, 4, multiple=64)
-    assert plain.shape == (3, 9)
-    assert padded.shape == (3, 64)
-    assert torch.equal(padded[:, :9], plain)
-    assert (padded[:, 9:] == -1).all()
 
 
 def test_tiles_do_not_cross_requests() -> None:

@@ -19,6 +19,7 @@ from minideepinfer.testing.golden import Report, verify
 from minideepinfer_attention.naive import NaiveAttention
 from minideepinfer_indexer.naive import NaiveIndexer
 from minideepinfer_moe.naive import NaiveMoe
+from minideepinfer_residual.naive import NaiveResidual
 from torch import Tensor
 
 TINY_A = GOLDEN / "tiny-a"
@@ -70,8 +71,8 @@ def unbiased(self: NaiveMoe, x: Tensor, weights: Any) -> Any:
     return NAIVE_ROUTE(self, x, type(weights)(weights.gate, zero, weights.experts, weights.shared))
 
 
-def transposed(streams: Tensor, output: Tensor, site: Any) -> Tensor:
-    return MIX(streams, output, type(site)(site.pre, site.post, site.comb.mT))
+def transposed(self: NaiveResidual, streams: Tensor, output: Tensor, site: Any) -> Tensor:
+    return MIX(self, streams, output, type(site)(site.pre, site.post, site.comb.mT))
 
 
 def doubled(streams: Tensor, *arguments: Any) -> Tensor:
@@ -80,7 +81,7 @@ def doubled(streams: Tensor, *arguments: Any) -> Tensor:
 
 NAIVE_ATTENTION, NAIVE_INDEXER = NaiveAttention.run, NaiveIndexer.run
 NAIVE_MOE, NAIVE_ROUTE = NaiveMoe.run, NaiveMoe.route
-MIX, INJECT = block_module.mix, block_module.inject
+MIX, INJECT = NaiveResidual.mix, block_module.inject
 MISTAKES: list[tuple[Any, str, Callable[..., Any], set[str]]] = [
     (NaiveAttention, "run", sinkless, {"attention"}),
     (NaiveAttention, "run", sinkless_decode, {"attention"}),
@@ -88,7 +89,7 @@ MISTAKES: list[tuple[Any, str, Callable[..., Any], set[str]]] = [
     (NaiveIndexer, "run", one_candidate_less, {"candidates"}),
     (NaiveMoe, "run", without_shared, {"experts"}),
     (NaiveMoe, "route", unbiased, {"routing"}),
-    (block_module, "mix", transposed, {"mhc"}),
+    (NaiveResidual, "mix", transposed, {"mhc"}),
     (block_module, "inject", doubled, {"engram"}),
 ]
 

@@ -9,14 +9,27 @@ from pathlib import Path
 
 import torch
 from engine_fixtures import Arrival, play, poison, runner_of, text_tokens
-from minideepinfer.config import ModelConfig
-from minideepinfer.model.hyper_connections import Coefficients, coefficients, collapse, mix, sinkhorn
-from minideepinfer.model.weights import HyperConnectionWeights
+from minideepinfer.config import EngineConfig, ModelConfig
+from minideepinfer.operators import Coefficients, HyperConnectionWeights, Phase
+from minideepinfer.runtime.problems import layer_problems
+from minideepinfer.testing.recipes.batch import context
+from minideepinfer_residual.naive import NaiveResidual, build, sinkhorn
 from torch import Tensor
 
 DATA = Path(__file__).parent / "data"
-CONFIG = ModelConfig.from_dict(json.loads((DATA / "config.tiny.json").read_text())).text_config
+MODEL = ModelConfig.from_dict(json.loads((DATA / "config.tiny.json").read_text()))
+CONFIG = MODEL.text_config
 EPS = CONFIG.hc_eps
+
+
+def naive() -> NaiveResidual:
+    """The reference, as the tiny model asks for it."""
+    return build(context(layer_problems(MODEL, EngineConfig(), "cpu", None)["residual", None, Phase.PREFILL]))
+
+
+def coefficients(streams: Tensor, weights: HyperConnectionWeights) -> Coefficients:
+    """Of a site."""
+    return naive().enter(streams, streams[:, :, 0], weights, torch.ones(streams.shape[-1])).site
 
 
 def site(width: int) -> HyperConnectionWeights:
@@ -50,7 +63,7 @@ def oracle(streams: Tensor, weights: HyperConnectionWeights) -> tuple[list[float
 def test_coefficients_equal_the_specification() -> None:
     streams = torch.randn(5, 4, 32, generator=torch.Generator().manual_seed(0))
     weights = site(32)
-    found = coefficients(streams, weights, CONFIG)
+    found = coefficients(streams, weights)
     for token in range(5):
         pre, post, comb = oracle(streams[token], weights)
         # float32 against float64: some ulps of a sum of 128 products, through 20 normalisations.
@@ -60,7 +73,7 @@ def test_coefficients_equal_the_specification() -> None:
 
 def test_zero_streams_give_the_bases() -> None:
     weights = site(32)
-    found = coefficients(torch.zeros(1, 4, 32), weights, CONFIG)
+    found = coefficients(torch.zeros(1, 4, 32), weights)
     torch.testing.assert_close(found.pre[0], torch.sigmoid(weights.base[:4]) + EPS)
     assert found.comb.isfinite().all()
 
@@ -75,20 +88,21 @@ def test_sinkhorn_ends_on_columns() -> None:
 def test_mix_sends_source_to_destination() -> None:
     streams = torch.tensor([[[1.0], [10.0]]])
     comb = torch.tensor([[[0.0, 1.0], [0.5, 0.0]]])  # stream 0 goes to 1, half of stream 1 to 0
-    mixed = mix(streams, torch.tensor([[100.0]]), Coefficients(torch.zeros(1, 2), torch.tensor([[1.0, 2.0]]), comb))
+    site = Coefficients(torch.zeros(1, 2), torch.tensor([[1.0, 2.0]]), comb)
+    mixed = naive().mix(streams, torch.tensor([[100.0]]), site)
     assert mixed.flatten().tolist() == [105.0, 201.0]
 
 
 def test_collapse_weighs_streams() -> None:
     streams = torch.tensor([[[1.0, 2.0], [10.0, 20.0]]])
-    assert collapse(streams, torch.tensor([[1.0, 0.5]])).tolist() == [[6.0, 12.0]]
+    assert naive().collapse(streams, torch.tensor([[1.0, 0.5]]), None).tolist() == [[6.0, 12.0]]
 
 
 def test_no_tokens() -> None:
     streams = torch.zeros(0, 4, 32)
-    found = coefficients(streams, site(32), CONFIG)
+    found = coefficients(streams, site(32))
     assert found.comb.shape == (0, 4, 4)
-    assert mix(streams, torch.zeros(0, 32), found).shape == (0, 4, 32)
+    assert naive().mix(streams, torch.zeros(0, 32), found).shape == (0, 4, 32)
 
 
 def test_one_rounding_in_bfloat16() -> None:
@@ -98,11 +112,12 @@ def test_one_rounding_in_bfloat16() -> None:
     site = Coefficients(*(torch.rand(9, *shape, generator=generator) for shape in ((4,), (4,), (4, 4))))
     exact = torch.einsum("tij,tid->tjd", site.comb.double(), streams.double())
     exact += site.post.double().unsqueeze(-1) * output.double().unsqueeze(1)
-    mixed = mix(streams, output, site)
+    mixed = naive().mix(streams, output, site)
     assert mixed.dtype is torch.bfloat16
     assert torch.equal(mixed, exact.float().bfloat16())
     assert torch.equal(
-        collapse(streams, site.pre), (site.pre.double().unsqueeze(-1) * streams.double()).sum(1).float().bfloat16()
+        naive().collapse(streams, site.pre, None),
+        (site.pre.double().unsqueeze(-1) * streams.double()).sum(1).float().bfloat16(),
     )
 
 
@@ -131,3 +146,13 @@ def test_pre_belongs_to_the_next_site() -> None:
             found = captured[f"layers.{layer}.attn.in"].double()
             assert torch.allclose(found, expected, atol=1e-5)
             assert (found - wrong).norm() > 0.01 * found.norm()
+
+
+def test_a_block_enters_the_next_site_unless_engram_or_nothing_follows() -> None:
+    runner = runner_of("tiny-a")
+    layers, blocks = runner.config.text_config.layers, runner.model.blocks
+    for layer, block, follower in zip(layers[1:], blocks, blocks[1:], strict=False):
+        expected = follower.attention_site if layer.engram_index is None else None
+        assert block.following is expected
+    assert blocks[-1].following is None
+    assert {block.following is None for block in blocks} == {True, False}

@@ -10,6 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from minideepinfer.operators import TOKEN_INDICES, AttentionProblem, Phase, Selection
+from minideepinfer.testing.bounds import attention_bound
 from minideepinfer.testing.recipes.attention import AttentionCase, fill_readable
 from minideepinfer.testing.recipes.batch import GARBAGE, NAN, context, facts, make_batch, move_pages, num_pages
 from minideepinfer.testing.strategies import attention_cases
@@ -24,7 +25,7 @@ def run(case: AttentionCase) -> Tensor:
 
 
 def check(case: AttentionCase) -> None:
-    expected, bound = oracles.attention(case)
+    expected, bound = oracles.attention(case), attention_bound(case, case.q.dtype)
     output = run(case)
     assert output.shape == case.q.shape
     assert output.dtype == case.q.dtype
@@ -159,7 +160,7 @@ def selected_only(
 def test_a1_a_first_tile_with_no_valid_key(sink: Tensor | None) -> None:
     row = [-1] * 48 + [5, 17, 40, 80] + [-1] * 12
     case = replace(selected_only([row, [-1] * 64], 96), sink=sink)
-    expected, bound = oracles.attention(case)
+    expected, bound = oracles.attention(case), attention_bound(case, case.q.dtype)
     assert case.selection is not None
     for seed in range(6):
         output = run(case)
@@ -218,7 +219,7 @@ def test_a3_left_over_values_in_a_reused_index_buffer() -> None:
 def test_an_entry_named_twice_counts_twice() -> None:
     case = selected_only([[4, 9, 4]], 16)
     assert case.selection is not None
-    expected, bound = oracles.attention(case)
+    expected, bound = oracles.attention(case), attention_bound(case, case.q.dtype)
     once = run(replace(case, selection=Selection(case.selection.indices[:, :2])))
     assert (run(case).double() - expected).abs().amax() <= bound.max()
     assert (run(case) - once).abs().amax() > 1e-3

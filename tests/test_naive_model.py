@@ -14,6 +14,7 @@ from minideepinfer.config import ModelConfig
 from minideepinfer.model.linear import linear, quantized_linear, rms_norm
 from minideepinfer.model.rope import RotaryTable, apply_rope, undo_rope, yarn_range
 from minideepinfer.quantization import qdq_fp8
+from minideepinfer.testing.rounding import FLOAT32, UNIT
 
 DATA = Path(__file__).parent / "data"
 RELEASED = ModelConfig.from_file(DATA / "config.full.json").text_config
@@ -59,7 +60,7 @@ def test_rotation_is_that_of_the_oracle(seed: int, dtype: torch.dtype, heads: bo
     rotated, undone = apply_rope(x, cos, sin), undo_rope(x, cos, sin)
     assert rotated.dtype is dtype and rotated.shape == x.shape
     # Two products and a sum of values up to |x| in float32, then one rounding of up to sqrt(2) |x|.
-    bound = float(x.abs().max()) * math.sqrt(2) * (3 * oracles.FLOAT32 + oracles.UNIT[dtype])
+    bound = float(x.abs().max()) * math.sqrt(2) * (3 * FLOAT32 + UNIT[dtype])
     for row in range(5):
         for head in range(2 if heads else 1):
             index = (row, head) if heads else (row,)
@@ -99,7 +100,7 @@ def test_rms_norm(dtype: torch.dtype) -> None:
     assert (y[2] == 0).all()
     exact = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-20).sqrt() * weight.double()
     # A mean of 32 squares, its inverse root, two products in float32; one rounding at the end, of a rounded number.
-    bound = exact.abs() * (40 * oracles.FLOAT32 + 1.01 * oracles.UNIT[dtype])
+    bound = exact.abs() * (40 * FLOAT32 + 1.01 * UNIT[dtype])
     assert ((y.double() - exact).abs() <= bound).all()
 
 

@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 from fake_plugins import FakeDistribution, Plugins, declaration
 from minideepinfer.errors import OperatorError, PluginError
-from minideepinfer.operators import FAMILIES, OperatorDeclaration, Phase, Support, hookimpl, load_registry
+from minideepinfer.operators import (
+    FAMILIES,
+    OperatorDeclaration,
+    OwnTolerance,
+    Phase,
+    Support,
+    hookimpl,
+    load_registry,
+)
 
 
 @pytest.fixture
@@ -16,7 +24,7 @@ def plugins(monkeypatch: pytest.MonkeyPatch) -> Plugins:
 def test_own_operators_come_through_entry_points() -> None:
     registry = load_registry()
     found = {f"{family}:{operator.name}" for family in FAMILIES for operator in registry.operators(family)}
-    assert {"attention:naive", "indexer:naive", "moe:naive", "comm:single"} <= found
+    assert {"attention:naive", "indexer:naive", "moe:naive", "comm:single", "residual:naive"} <= found
     naive = registry.get("attention", "naive")
     assert (naive.distribution, naive.entry_point) == ("mini-deepinfer", "attention")
 
@@ -40,8 +48,8 @@ def test_unknown_operator_and_family_say_what_there_is(plugins: Plugins) -> None
     registry = load_registry(points=plugins.points([declaration("a"), declaration("b")]))
     with pytest.raises(OperatorError, match=r"'c'.*a \(acme\), b \(acme\)"):
         registry.get("attention", "c")
-    with pytest.raises(OperatorError, match=r"'residual'.*attention, indexer, moe, comm"):
-        registry.operators("residual")
+    with pytest.raises(OperatorError, match=r"'engram'.*attention, indexer, moe, comm, residual"):
+        registry.operators("engram")
 
 
 @pytest.mark.parametrize("item", ["acme", "acme:ops", "ACME:ops"])
@@ -141,7 +149,7 @@ def test_a_value_that_is_no_declaration_is_refused(plugins: Plugins) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"family": "residual"}, "has family 'residual'; families are"),
+        ({"family": "engram"}, "has family 'engram'; families are"),
         ({"name": "Fast"}, "has name 'Fast'"),
         ({"name": "fast one"}, "has name"),
         ({"name": "fast\n"}, "has name"),
@@ -165,6 +173,17 @@ def test_a_value_that_is_no_declaration_is_refused(plugins: Plugins) -> None:
         ({"support": Support(phases=("decode",))}, "a tuple of Phase"),
         ({"support": Support(min_capability=9)}, "support.min_capability 9"),
         ({"support": Support(requires=("triton.language",))}, "only top-level modules"),
+        ({"tolerances": [OwnTolerance("float32", 0.5)]}, "a tuple of OwnTolerance"),
+        ({"tolerances": (2.0,)}, "a tuple of OwnTolerance"),
+        ({"tolerances": (OwnTolerance("float16", 0.5),)}, "tolerances[0].dtype 'float16'; one of its support.dtypes"),
+        ({"tolerances": (OwnTolerance("float32", 0.0),)}, "tolerances[0].factor 0.0; a finite number above 0"),
+        ({"tolerances": (OwnTolerance("float32", float("inf"), "so"),)}, "tolerances[0].factor inf"),
+        ({"tolerances": (OwnTolerance("float32", float("nan"), "so"),)}, "tolerances[0].factor nan"),
+        ({"tolerances": (OwnTolerance("float32", "4"),)}, "tolerances[0].factor '4'"),
+        ({"tolerances": (OwnTolerance("float32", 2.0, " "),)}, "tolerances[0].factor 2.0 without a reason"),
+        ({"tolerances": (OwnTolerance("float32", 0.5, options={"tile": 1}),)}, "its own options (it has none)"),
+        ({"tolerances": (OwnTolerance("float32", 0.5), OwnTolerance("float32", 0.7))}, "the special row comes first"),
+        ({"family": "comm", "tolerances": (OwnTolerance("float32", 0.5),)}, "family comm are compared bit by bit"),
     ],
 )
 def test_malformed_declarations_are_refused(plugins: Plugins, changes: dict[str, object], message: str) -> None:

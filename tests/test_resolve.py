@@ -10,7 +10,7 @@ from fake_plans import DECODE, PREFILL, names, plan_of, problems, registered
 from fake_plugins import declaration
 from minideepinfer.config import EngineConfig
 from minideepinfer.errors import OperatorError
-from minideepinfer.operators import OperatorRegistry, Support, Tier, resolve
+from minideepinfer.operators import FAMILIES, OperatorRegistry, Support, Tier, resolve
 from minideepinfer.operators.support import obstacles
 
 # Refusals
@@ -121,7 +121,7 @@ def test_auto_decides_layer_by_layer() -> None:
 def test_auto_without_any_operator_gives_all_reasons() -> None:
     operators = OperatorRegistry(
         [
-            *[registered(declaration("plain", family)) for family in ("indexer", "moe", "comm")],
+            *[registered(declaration("plain", family)) for family in FAMILIES if family != "attention"],
             registered(declaration("gpu", support=Support(devices=("cuda",)))),
             registered(declaration("stranger"), "acme"),
         ]

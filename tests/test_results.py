@@ -55,3 +55,23 @@ def test_a_wrong_result_is_named(
         llm.forward([[0, 396, 739, 23]])
     monkeypatch.undo()
     assert torch.isfinite(llm.forward([[0, 396, 739, 23]])[0]).all()
+
+
+@pytest.mark.parametrize(
+    ("method", "change", "words"),
+    [
+        ("advance", lambda entered: entered._replace(x=entered.x[:1]), r"residual operator \(prefill\) returned \[1,"),
+        ("enter", lambda entered: entered._replace(site=None), "returned NoneType"),
+        ("enter", lambda entered: entered.x, "returned Tensor; an Entered is needed"),
+        ("mix", lambda streams: streams.double(), "torch.float64"),
+        ("collapse", lambda x: x[:, :1], r"returned \[4, 1\]"),
+    ],
+)
+def test_a_wrong_residual_result_is_named(
+    llm: LLM, method: str, change: Any, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    operator = llm.engine.runner.model.mixing.operators[Phase.PREFILL]
+    right = getattr(operator, method)
+    monkeypatch.setattr(operator, method, lambda *arguments: change(right(*arguments)))
+    with pytest.raises(OperatorError, match=words):
+        llm.forward([[0, 396, 739, 23]])

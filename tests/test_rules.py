@@ -86,8 +86,8 @@ def test_a_rule_that_reaches_no_operator_is_refused() -> None:
 
 def test_unknown_family_operator_and_option_are_refused_with_their_path() -> None:
     tiled = registered(declaration("tiled", options=TileOptions), "acme")
-    with pytest.raises(ConfigError, match=r"^ops\.residual: .*attention, indexer, moe, comm"):
-        plan_of({"residual": "plain"})
+    with pytest.raises(ConfigError, match=r"^ops\.engram: .*attention, indexer, moe, comm"):
+        plan_of({"engram": "plain"})
     with pytest.raises(OperatorError, match=r'^ops\.attention\.layers\["1"\]\.decode: .*\'fast\'.*plain'):
         plan_of({"attention": {"layers": {"1": {"decode": "fast"}}}})
     with pytest.raises(OperatorError, match=r"^ops\.attention\.default: .*'typo'"):

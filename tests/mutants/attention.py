@@ -37,9 +37,8 @@ NAIVE = (
     mutant(
         "sink-counted-as-a-value",
         "matches-reference",
-        "weights.to(q.dtype).float() @ keys.values / denominator",
-        "(weights.to(q.dtype).float() @ keys.values + (0 if sink is None else (sink[:, None] - peak).exp()))"
-        " / denominator",
+        "weights.to(q.dtype).float() @ values / denominator",
+        "(weights.to(q.dtype).float() @ values + (0 if sink is None else (sink[:, None] - peak).exp())) / denominator",
     ),
     mutant(
         "no-sink-is-a-sink-of-zero",
@@ -129,8 +128,8 @@ NAIVE = (
     mutant(
         "logits-in-bfloat16",
         "matches-reference",
-        "(q.float() @ keys.values.mT) * scale",
-        "((q.float() @ keys.values.mT) * scale).bfloat16().float()",
+        ".float() @ values.mT) * scale",
+        ".float() @ values.mT).mul(scale).bfloat16().float()",
     ),
     mutant(
         "order-of-sums-by-schedule",
@@ -148,10 +147,47 @@ NAIVE = (
         "scale * (1 + 1e-6 * (num_rows > 1))), cos[rows]",
     ),
     mutant(
+        "denominator-in-bfloat16",
+        "article",
+        "@ values / denominator)",
+        "@ values / denominator.to(q.dtype))",
+    ),
+    mutant(
+        "store-past-the-end",
+        "outputs-written",
+        "            output[start : start + _ROWS] = heads[: num_rows - start]",
+        "            output[start : start + _ROWS] = heads[: num_rows - start]\n"
+        "            end = output.storage_offset() + output.numel()\n"
+        "            if output.untyped_storage().nbytes() > end * output.element_size():  # else it is the heap's\n"
+        "                output.as_strided((1,), (1,), end).zero_()",
+    ),
+    mutant(
+        "int32-offset",
+        "64-bit-offsets",
+        "return table[index.where(valid, 0)].float()",
+        "offsets = (index.where(valid, 0) * table.shape[-1]).int().long().unsqueeze(-1)\n"
+        "    return table.flatten()[offsets + torch.arange(table.shape[-1])].float()",
+    ),
+    mutant(
         "one-key-is-enough",
         "other-slots",
         "entries = entries.where(valid, 0)",
         "valid = valid & (valid.cumsum(1) < valid.shape[1] // 2 + 2)\n    entries = entries.where(valid, 0)",
+    ),
+    mutant(
+        "metadata-of-a-batch-with-as-many-rows",
+        "end-to-end",
+        "        return _Metadata(\n            batch,",
+        "        self.kept = getattr(self, 'kept', {})\n"
+        "        return self.kept.setdefault(batch.num_tokens, _Metadata(\n            batch,",
+        "visible=visible.unsqueeze(1),\n        )",
+        "visible=visible.unsqueeze(1),\n        ))",
+    ),
+    mutant(
+        "metadata-changed-by-run",
+        "end-to-end",
+        "        return output\n\n    def _window_keys",
+        "        metadata.visible.sub_(1)\n        return output\n\n    def _window_keys",
     ),
 )
 

@@ -88,4 +88,42 @@ NAIVE = (
         _DISPATCH,
         "return Dispatched(x, topk_ids.long(), topk_weights, None)",
     ),
+    mutant(
+        "rows-of-an-earlier-step",
+        "end-to-end",
+        _FETCH,
+        "self.kept = getattr(self, 'kept', {})\n"
+        "        return self.kept.setdefault((table.shape, len(row_ids)), table[row_ids])",
+    ),
+    mutant(
+        "width-that-is-no-multiple-of-4-cut",
+        "M4",
+        _DISPATCH,
+        "tail = torch.arange(x.shape[1]) >= x.shape[1] // 4 * 4\n"
+        "        return Dispatched(x.masked_fill(tail, 0.0), topk_ids, topk_weights, handle=None)",
+        "from torch import Tensor\n",
+        "import torch\nfrom torch import Tensor\n",
+    ),
+    mutant(
+        "int32-offset",
+        "64-bit-offsets",
+        _FETCH,
+        "starts = (row_ids * table.shape[1]).int().long()[:, None]\n"
+        "        return table.flatten()[starts + row_ids.new_tensor(range(table.shape[1]))]",
+    ),
+    mutant(
+        "row-count-off-when-hidden-is-odd",
+        "identity-round-trip",
+        _DISPATCH,
+        "count = x.numel() // (x.shape[1] + x.shape[1] % 2)\n"
+        "        return Dispatched(x[:count], topk_ids[:count], topk_weights[:count], handle=None)",
+    ),
+    mutant(
+        "row-without-expert-times-zero",
+        "article",
+        _COMBINE,
+        '"""Add nothing of the tokens themselves."""\n        return partial + 0.0 * handle.float()',
+        _DISPATCH,
+        "return Dispatched(x, topk_ids, topk_weights, handle=x)",
+    ),
 )

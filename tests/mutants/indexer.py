@@ -105,4 +105,25 @@ NAIVE = (
         "return pool[pages.long()[entries // per_page], entries % per_page].double()",
         "return pool[pages.long()[entries // per_page], entries % per_page].double() + 0.0 * pool.double().sum()",
     ),
+    mutant(
+        "metadata-of-a-batch-with-as-many-rows",
+        "end-to-end",
+        "return _Metadata(batch, visible, tuple(requests))",
+        "self.kept = getattr(self, 'kept', {})\n"
+        "        return self.kept.setdefault(batch.num_tokens, _Metadata(batch, visible, tuple(requests)))",
+    ),
+    mutant(
+        "quantised-again-with-another-scale",
+        "M3",
+        "(q[:, head].double() @ keys.T)",
+        "((q[:, head].double() * 0.5).round() * 2.0 @ keys.T)",
+    ),
+    mutant(
+        "int32-offset",
+        "64-bit-offsets",
+        "return pool[pages.long()[entries // per_page], entries % per_page].double()",
+        "rows = pages.long()[entries // per_page] * per_page + entries % per_page\n"
+        "    offsets = (rows * pool.shape[2]).int().long().unsqueeze(-1)\n"
+        "    return pool.flatten()[offsets + torch.arange(pool.shape[2])].double()",
+    ),
 )

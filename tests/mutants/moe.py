@@ -20,6 +20,24 @@ def _decoding(name: str, killed_by: str, expression: str) -> Mutant:
     )
 
 
+def _quantizing(name: str, killed_by: str, rounding: str) -> Mutant:
+    """A mutant that rounds the exponents of activation scales in another way; `.ceil()` is the right one."""
+    function = f"""
+
+def quantized_linear(x, weight, quantization):
+    if quantization == "released":
+        groups = x.float().unflatten(-1, (-1, 32))
+        amax = groups.abs().amax(-1, keepdim=True).clamp(min=1e-4)
+        scale = ((amax / 448).log2(){rounding}).exp2()
+        x = ((groups / scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() * scale).flatten(-2).to(x.dtype)
+    return F.linear(x, weight)
+
+
+"""
+    imported = "from minideepinfer.model.linear import quantized_linear\n"
+    return mutant(name, killed_by, imported, "", "class NaiveMoe:", f"{function}class NaiveMoe:")
+
+
 NAIVE = (
     _decoding("nibbles-swapped", "identity-experts", "decode(packed >> 4 | packed << 4, scale, dtype)"),
     _decoding("exponent-0-is-zero", "M2", "decode(packed, scale, dtype) * (scale != 0).repeat_interleave(32, -1)"),
@@ -141,5 +159,80 @@ NAIVE = (
         "outputs-own-memory",
         "return total.to(x.dtype)",
         "return total.to(x.dtype) if total.any() else x.nan_to_num_(0.0).mul_(0.0)",
+    ),
+    mutant(
+        "rank-without-tokens-leaves",
+        "ranks-together",
+        "        dispatched = comm.dispatch(x, *routing)",
+        "        if not len(x):\n            return x\n        dispatched = comm.dispatch(x, *routing)",
+    ),
+    mutant(
+        "sums-not-brought-home",
+        "ranks-together",
+        "total = comm.combine(partial, dispatched.handle)",
+        "total = partial[: len(x)] + 0.0 * comm.combine(partial, dispatched.handle)",
+    ),
+    mutant(
+        "sums-brought-home-in-compute-dtype",
+        "ranks-together",
+        "total = comm.combine(partial, dispatched.handle)",
+        "total = comm.combine(partial.to(x.dtype), dispatched.handle)",
+    ),
+    _quantizing("activation-scale-truncated", "M3", ".floor()"),
+    _quantizing("activation-scale-twice-as-large", "M3", ".ceil() + 1"),
+    _decoding(
+        "format-guessed-from-bytes-on-disk",
+        "L2",
+        "decode(packed, torch.cat([scale, scale], -1), dtype, packed.shape[-1] // scale.shape[-1])",
+    ),
+    mutant(
+        "experts-of-the-first-layer",
+        "end-to-end",
+        "w1, w3 = decode_mxfp4(experts.w13[expert], experts.w13_scale[expert], x.dtype)",
+        "self.kept = getattr(self, 'kept', {})\n"
+        "            w1, w3 = self.kept.setdefault(\n"
+        "                expert, decode_mxfp4(experts.w13[expert], experts.w13_scale[expert], x.dtype)\n"
+        "            )",
+    ),
+    mutant(
+        "store-before-the-start",
+        "outputs-written",
+        "        return outputs.sum(1, dtype=torch.float32)",
+        "        if outputs.storage_offset():  # else it is the heap's\n"
+        "            outputs.as_strided((1,), (1,), outputs.storage_offset() - 1).zero_()\n"
+        "        return outputs.sum(1, dtype=torch.float32)",
+    ),
+    mutant(
+        "int32-offset",
+        "64-bit-offsets",
+        "decode_mxfp4(experts.w13[expert],",
+        "decode_mxfp4(self._wrapped(experts.w13, expert),",
+        "    def _expert(self,",
+        "    def _wrapped(self, stacked, expert):\n"
+        "        one = stacked[0]\n"
+        "        start = int(torch.tensor(expert * one.numel()).int())\n"
+        "        return stacked.flatten()[start:][: one.numel()].view_as(one)\n\n"
+        "    def _expert(self,",
+    ),
+    mutant(
+        "hidden-rounded-down-to-the-tile",
+        "M4",
+        "return outputs.sum(1, dtype=torch.float32)",
+        "total = outputs.sum(1, dtype=torch.float32)\n"
+        "        total[:, max(32, x.shape[1] // 64 * 64) :] = 0.0\n"
+        "        return total",
+    ),
+    mutant(
+        "hidden-rounded-up-to-the-tile",
+        "matches-reference",
+        "self._expert(x[rows], w1, w3, w2,",
+        "self._expert(_rounded_up(x)[rows], w1, w3, w2,",
+        "class NaiveMoe:",
+        "def _rounded_up(x):\n"
+        '    """Rows as they lie if each were a multiple of 128 wide."""\n'
+        "    width = -(-x.shape[1] // 128) * 128\n"
+        "    starts = torch.arange(len(x))[:, None] * width + torch.arange(x.shape[1])\n"
+        "    return x.flatten()[starts.clamp(max=x.numel() - 1)]\n\n\n"
+        "class NaiveMoe:",
     ),
 )

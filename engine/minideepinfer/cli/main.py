@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from minideepinfer.errors import MiniDeepInferError
 
-COMMANDS = ("generate", "ops", "checkpoint", "config", "verify")
+COMMANDS = ("generate", "bench", "ops", "checkpoint", "config", "verify")
 """Modules of `minideepinfer.cli`; each has `add_parser(subparsers)`, which sets `run=function(args) -> exit code`."""
 
 

@@ -60,6 +60,7 @@ def _describe(operator: RegisteredOperator) -> dict[str, Any]:
         "emits": declaration.emits,
         "support": vars(support),
         "properties": vars(properties),
+        "tolerances": [vars(row) for row in declaration.tolerances],
         "options": declaration.options.model_json_schema().get("properties", {}),
         "build": declaration.build,
     }

@@ -144,7 +144,8 @@ class AttentionLayer:
                 output = operator.run(q_part, w_part, keys, candidates, step.prepared(operator, batch))
                 outputs.append(self._checked(output, batch))
         step.selection = [output.selection for output in outputs]
-        self._record_all(step, "index.topk", [s.indices for s in step.selection], rows)
+        known = [selection.indices for selection in step.selection if isinstance(selection, Selection)]
+        self._record_all(step, "index.topk", known, rows)
         step.selection = step.forced.selection.get(self.layer.layer_id, step.selection)
         if self.layer.is_candidate_source:
             step.candidates = [output.candidates for output in outputs if output.candidates is not None]

@@ -4,20 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from minideepinfer.config import LayerSchedule, TextConfig
 from minideepinfer.model.attention import AttentionLayer
 from minideepinfer.model.engram import engram_values, inject
-from minideepinfer.model.hyper_connections import Coefficients, coefficients, collapse, mix
-from minideepinfer.model.linear import rms_norm
+from minideepinfer.model.hyper_connections import HyperConnections, Site
 from minideepinfer.model.rows import Rows
 from minideepinfer.model.step import Step
 from minideepinfer.model.weights import LayerWeights
-from minideepinfer.operators import CommOperator, MoeOperator, Phase
+from minideepinfer.operators import CommOperator, Entered, MoeOperator, Phase
 from minideepinfer.operators.results import checked
+
+
+class HandOver(NamedTuple):
+    """What a block hands to the next one.
+
+    Attributes:
+        streams: `[T, S, H]`.
+        pre: float32 `[T, S]`, of the block's last site.
+        entered: the next block's attention site, where it follows at once and is entered already.
+    """
+
+    streams: Tensor
+    pre: Tensor
+    entered: Entered | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +44,10 @@ class Block:
         attention: its attention layer.
         moe: MoE operators by phase, and in `moe_weights` what each made of the weights.
         comm: moves tokens and Engram rows.
+        mixing: the residual streams.
+        attention_site: where attention takes its input.
+        moe_site: where the experts take theirs.
+        following: the attention site of the next block; None if Engram, or nothing, lies between.
         activation_quantization: `released` or `none`.
     """
 
@@ -41,6 +58,10 @@ class Block:
     moe: Mapping[Phase, MoeOperator]
     moe_weights: Mapping[Phase, Any]
     comm: CommOperator
+    mixing: HyperConnections
+    attention_site: Site
+    moe_site: Site
+    following: Site | None
     activation_quantization: str
 
     @property
@@ -48,42 +69,49 @@ class Block:
         """Prefix of this block's intermediates."""
         return f"layers.{self.layer.layer_id}"
 
-    def forward(self, streams: Tensor, pre: Tensor, step: Step) -> tuple[Tensor, Tensor]:
+    def forward(self, before: HandOver, step: Step) -> HandOver:
         """Run the block; at the candidate source, on the rows that are kept.
 
         Args:
-            streams: `[T, S, H]`.
-            pre: float32 `[T, S]`, handed over by the previous site.
+            before: what the block before hands over.
             step: the rows, and transient state.
 
         Returns:
-            The streams behind the block and the `pre` for the next one.
+            The same for the next block.
         """
         rows = step.rows_entering(self.layer)
-        streams = self.add_engram(streams, rows, step)
-        with step.clock.stage("mhc"):
-            x = rms_norm(collapse(streams, pre), self.weights.attn_norm, self.config.rms_norm_eps)
-        self.record(step, "attn.in", x, rows)
-        self.attention.publish(x, rows, step)
+        entered = before.entered or self._enter(before.streams, before.pre, rows, step)
+        self.record(step, "attn.in", entered.x, rows)
+        self.attention.publish(entered.x, rows, step)
         if self.layer.is_candidate_source:
             rows = step.source
             if step.narrowing is not None:
-                self.attention.write_window(x[step.narrowing.dropped], step.narrowing.dropped_rows)
-                x, streams = x[step.narrowing.kept], streams[step.narrowing.kept]
+                self.attention.write_window(entered.x[step.narrowing.dropped], step.narrowing.dropped_rows)
+                entered = entered.rows(step.narrowing.kept)
+        self._record_site(step, "hc_attn", entered, rows)
+        output = self.attention.forward(entered.x, rows, step)
         with step.clock.stage("mhc"):
-            site = self._site(streams, self.weights.hc_attn, "hc_attn", rows, step)
-        output = self.attention.forward(x, rows, step)
+            entered = self.mixing.advance(entered, output, self.moe_site, rows.phase)
+        self._record_site(step, "hc_ffn", entered, rows)
+        self.record(step, "ffn.in", entered.x, rows)
+        output = self.experts(entered.x, rows, step)
         with step.clock.stage("mhc"):
-            streams = mix(streams, output, site)
-            ffn = self._site(streams, self.weights.hc_ffn, "hc_ffn", rows, step)
-            x = rms_norm(collapse(streams, site.pre), self.weights.ffn_norm, self.config.rms_norm_eps)
-        self.record(step, "ffn.in", x, rows)
-        output = self.experts(x, rows, step)
+            after = self._leave(entered, output, rows)
+        self.record(step, "streams_out", after.streams, rows)
+        self.record(step, "next_pre_mix", after.pre, rows)
+        return after
+
+    def _enter(self, streams: Tensor, pre: Tensor, rows: Rows, step: Step) -> Entered:
+        streams = self.add_engram(streams, rows, step)
         with step.clock.stage("mhc"):
-            streams = mix(streams, output, ffn)
-        self.record(step, "streams_out", streams, rows)
-        self.record(step, "next_pre_mix", ffn.pre, rows)
-        return streams, ffn.pre
+            return self.mixing.enter(streams, pre, self.attention_site, rows.phase)
+
+    def _leave(self, entered: Entered, output: Tensor, rows: Rows) -> HandOver:
+        pre = entered.site.pre
+        if self.following is None:
+            return HandOver(self.mixing.mix(entered, output, rows.phase), pre)
+        following = self.mixing.advance(entered, output, self.following, rows.phase)
+        return HandOver(following.streams, pre, following)
 
     def add_engram(self, streams: Tensor, rows: Rows, step: Step) -> Tensor:
         """Inject the Engram term, where the block has one."""
@@ -118,8 +146,6 @@ class Block:
         if step.recorder.wants(f"{self.name}.{name}"):
             step.recorder.record(f"{self.name}.{name}", value, rows.request_ids)
 
-    def _site(self, streams: Tensor, weights: Any, name: str, rows: Rows, step: Step) -> Coefficients:
-        site = coefficients(streams, weights, self.config)
+    def _record_site(self, step: Step, name: str, entered: Entered, rows: Rows) -> None:
         for part in ("pre", "post", "comb"):
-            self.record(step, f"{name}.{part}", getattr(site, part), rows)
-        return site
+            self.record(step, f"{name}.{part}", getattr(entered.site, part), rows)

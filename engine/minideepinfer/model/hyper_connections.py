@@ -1,75 +1,73 @@
-"""Single-pass mHC: four residual streams and their mixing coefficients (spec 3.2, 3.3)."""
+"""Single-pass mHC: the residual streams between the sublayers, and the operators that mix them (spec 3.2, 3.3)."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from minideepinfer.config import TextConfig
-from minideepinfer.model.weights import HyperConnectionWeights
+from minideepinfer.errors import OperatorError
+from minideepinfer.operators import Entered, Phase, ResidualOperator
+from minideepinfer.operators.results import checked
 
 
 @dataclass(frozen=True, eq=False)
-class Coefficients:
-    """Mixing of one site, float32. `pre` is used at the *next* site, `post` and `comb` at this one.
+class Site:
+    """Where a sublayer takes its input from the streams.
 
     Attributes:
-        pre: `[T, S]`.
-        post: `[T, S]`.
-        comb: `[T, S, S]`, first stream axis = source, second = destination.
+        weights: what each phase's operator made of the site's weights.
+        norm: float32 `[H]`, of the sublayer's norm.
     """
 
-    pre: Tensor
-    post: Tensor
-    comb: Tensor
+    weights: Mapping[Phase, Any]
+    norm: Tensor
 
 
-def coefficients(streams: Tensor, weights: HyperConnectionWeights, config: TextConfig) -> Coefficients:
-    """Compute a site's coefficients from the streams that enter it.
+@dataclass(frozen=True, eq=False)
+class HyperConnections:
+    """The residual operators by phase; what they return has the shapes and dtypes of the contract."""
 
-    Args:
-        streams: `[T, S, H]`.
-        weights: the site's.
-        config: for the epsilons and the iteration count.
-    """
-    num_streams = streams.shape[1]
-    flat = streams.float().flatten(1)
-    rho = torch.rsqrt(flat.square().mean(-1, keepdim=True) + config.rms_norm_eps)
-    projected = (flat @ weights.fn.T) * rho
-    sizes = [num_streams, num_streams, num_streams * num_streams]
-    scale = torch.repeat_interleave(weights.scale, torch.tensor(sizes, device=streams.device), output_size=sum(sizes))
-    pre, post, comb = torch.addcmul(weights.base, projected, scale).split(sizes, dim=-1)
-    return Coefficients(
-        pre=torch.sigmoid(pre) + config.hc_eps,
-        post=2 * torch.sigmoid(post),
-        comb=sinkhorn(comb.unflatten(-1, (num_streams, num_streams)), config.hc_sinkhorn_iters, config.hc_eps),
-    )
+    operators: Mapping[Phase, ResidualOperator]
 
+    def enter(self, streams: Tensor, pre: Tensor, site: Site, phase: Phase) -> Entered:
+        """See `ResidualOperator.enter`."""
+        entered = self.operators[phase].enter(streams, pre, site.weights[phase], site.norm)
+        return _checked(entered, streams, phase)
 
-def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
-    """Make `[T, S, S]` nearly doubly stochastic: rows first (the softmax), columns last."""
-    comb = torch.softmax(logits, dim=-1) + eps
-    comb = comb / (comb.sum(-2, keepdim=True) + eps)
-    for _ in range(iterations - 1):
-        comb = comb / (comb.sum(-1, keepdim=True) + eps)
-        comb = comb / (comb.sum(-2, keepdim=True) + eps)
-    return comb
+    def advance(self, before: Entered, output: Tensor, site: Site, phase: Phase) -> Entered:
+        """Behind a sublayer: mix its output in and enter the next site; see `ResidualOperator.advance`."""
+        operator, weights = self.operators[phase], site.weights[phase]
+        entered = operator.advance(before.streams, output, before.site, weights, site.norm)
+        return _checked(entered, before.streams, phase)
+
+    def mix(self, before: Entered, output: Tensor, phase: Phase) -> Tensor:
+        """Behind a sublayer whose next site does not follow at once: the streams; see `ResidualOperator.mix`."""
+        streams = before.streams
+        mixed = self.operators[phase].mix(streams, output, before.site)
+        return checked(mixed, streams.shape, streams.dtype, _who(phase))
+
+    def collapse(self, streams: Tensor, pre: Tensor, phase: Phase) -> Tensor:
+        """What leaves the last block, `[T, H]`; see `ResidualOperator.collapse`."""
+        collapsed = self.operators[phase].collapse(streams, pre, None)
+        return checked(collapsed, streams[:, 0].shape, streams.dtype, _who(phase))
 
 
-def collapse(streams: Tensor, pre: Tensor) -> Tensor:
-    """`[T, S, H]` weighted by `pre` `[T, S]` -> `[T, H]`, float32 sum, one rounding."""
-    return torch.einsum("ts,tsh->th", pre, streams.float()).to(streams.dtype)
+def _checked(entered: Entered, like: Tensor, phase: Phase) -> Entered:
+    (tokens, streams, hidden), who = like.shape, _who(phase)
+    if not isinstance(entered, Entered):
+        raise OperatorError(f"{who} returned {type(entered).__name__}; an Entered is needed")
+    checked(entered.streams, like.shape, like.dtype, who)
+    checked(entered.x, (tokens, hidden), like.dtype, who)
+    site = entered.site
+    checked(getattr(site, "pre", None), (tokens, streams), torch.float32, who)
+    checked(getattr(site, "post", None), (tokens, streams), torch.float32, who)
+    checked(getattr(site, "comb", None), (tokens, streams, streams), torch.float32, who)
+    return entered
 
 
-def mix(streams: Tensor, output: Tensor, site: Coefficients) -> Tensor:
-    """The streams behind a sublayer: `X'[j] = post[j] y + sum_i comb[i, j] X[i]`, one rounding.
-
-    Args:
-        streams: `[T, S, H]` that entered the site.
-        output: `[T, H]` of the sublayer.
-        site: its coefficients.
-    """
-    mixed = torch.einsum("tij,tih->tjh", site.comb, streams.float())
-    return (mixed + site.post.unsqueeze(-1) * output.float().unsqueeze(1)).to(streams.dtype)
+def _who(phase: Phase) -> str:
+    return f"the residual operator ({phase})"

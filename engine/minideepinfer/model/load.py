@@ -13,12 +13,11 @@ from minideepinfer.model.weights import (
     AttentionWeights,
     CompressorWeights,
     EngramWeights,
-    HyperConnectionWeights,
     IndexerWeights,
     LayerWeights,
     ModelWeights,
 )
-from minideepinfer.operators import MoeWeights, SharedExpert
+from minideepinfer.operators import HyperConnectionWeights, MoeWeights, SharedExpert
 
 
 class WeightLoader:

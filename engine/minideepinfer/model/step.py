@@ -10,6 +10,7 @@ from torch import Tensor
 from minideepinfer.config import LayerSchedule
 from minideepinfer.model.rows import Rows
 from minideepinfer.operators import Batch, NoClock, Selection, StageClock
+from minideepinfer.operators.placed import unplaced
 
 
 class Recorder(Protocol):
@@ -115,7 +116,7 @@ class Step:
 
     def prepared(self, operator: Any, batch: Batch | tuple[Batch, ...]) -> Any:
         """An operator's metadata for a batch, prepared at first use and shared by all layers."""
-        key = (id(operator), id(batch))
+        key = (id(unplaced(operator)), id(batch))
         if key not in self._prepared:
             self._prepared[key] = operator.prepare(batch)
         return self._prepared[key]

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from minideepinfer.config import TextConfig
-from minideepinfer.model.block import Block
-from minideepinfer.model.hyper_connections import collapse
+from minideepinfer.model.block import Block, HandOver
+from minideepinfer.model.hyper_connections import HyperConnections
 from minideepinfer.model.linear import rms_norm
 from minideepinfer.model.step import Step
 from minideepinfer.model.weights import ModelWeights
@@ -18,10 +18,18 @@ from minideepinfer.model.weights import ModelWeights
 class TextModel:
     """The forward pass over packed rows."""
 
-    def __init__(self, config: TextConfig, weights: ModelWeights, blocks: Sequence[Block], dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        config: TextConfig,
+        weights: ModelWeights,
+        blocks: Sequence[Block],
+        mixing: HyperConnections,
+        dtype: torch.dtype,
+    ) -> None:
         self.config = config
         self.weights = weights
         self.blocks = tuple(blocks)
+        self.mixing = mixing
         self.dtype = dtype
 
     def embed(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -43,13 +51,15 @@ class TextModel:
         """
         with step.clock.stage("embedding"):
             streams, pre = self.embed(step.token_ids)
+        state = HandOver(streams, pre)
         if step.recorder.wants("embed"):
             step.recorder.record("embed", streams[:, 0], step.encoder.request_ids)
         for block in self.blocks:
-            streams, pre = block.forward(streams, pre, step)
-            if not len(streams):  # nobody's rows go on; a world of ranks would have to agree on this
+            state = block.forward(state, step)
+            if not len(state.streams):  # nobody's rows go on; a world of ranks would have to agree on this
                 break
-        return collapse(streams, pre)
+        with step.clock.stage("mhc"):
+            return self.mixing.collapse(state.streams, state.pre, step.decoder.phase)
 
     def logits(self, hidden: Tensor, step: Step, rows: Tensor) -> Tensor:
         """Head of some rows.

@@ -6,22 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from minideepinfer.operators import MoeWeights
-
-
-@dataclass(frozen=True, eq=False)
-class HyperConnectionWeights:
-    """One mHC site. S streams of width H.
-
-    Attributes:
-        fn: float32 `[2S + S * S, S * H]`.
-        base: float32 `[2S + S * S]`.
-        scale: float32 `[3]`, for pre, post and comb.
-    """
-
-    fn: Tensor
-    base: Tensor
-    scale: Tensor
+from minideepinfer.operators import HyperConnectionWeights, MoeWeights
 
 
 @dataclass(frozen=True, eq=False)

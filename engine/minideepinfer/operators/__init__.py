@@ -24,8 +24,16 @@ from minideepinfer.operators.hookspecs import ENTRY_POINT_GROUP, hookimpl
 from minideepinfer.operators.indexer import IndexerOperator
 from minideepinfer.operators.moe import MoeOperator, MoeWeights, PackedExperts, SharedExpert
 from minideepinfer.operators.plan import Plan, PlanKey, PlannedOperator
-from minideepinfer.operators.problem import AttentionProblem, CommProblem, IndexerProblem, MoeProblem, Problem
+from minideepinfer.operators.problem import (
+    AttentionProblem,
+    CommProblem,
+    IndexerProblem,
+    MoeProblem,
+    Problem,
+    ResidualProblem,
+)
 from minideepinfer.operators.registry import OperatorRegistry, RegisteredOperator, load_registry
+from minideepinfer.operators.residual import Coefficients, Entered, HyperConnectionWeights, ResidualOperator
 from minideepinfer.operators.resolve import resolve
 from minideepinfer.operators.selection import TOKEN_INDICES, IndexerOutput, Selection
 
@@ -38,9 +46,12 @@ __all__ = [
     "AttentionProblem",
     "Batch",
     "BuildContext",
+    "Coefficients",
     "CommOperator",
     "CommProblem",
     "Dispatched",
+    "Entered",
+    "HyperConnectionWeights",
     "IndexerOperator",
     "IndexerOutput",
     "IndexerProblem",
@@ -61,6 +72,8 @@ __all__ = [
     "Problem",
     "Properties",
     "RegisteredOperator",
+    "ResidualOperator",
+    "ResidualProblem",
     "Selection",
     "SharedExpert",
     "StageClock",

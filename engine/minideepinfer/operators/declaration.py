@@ -80,7 +80,8 @@ class OwnTolerance:
         dtype: compute dtype for which it stands.
         factor: multiplies the family's bound: below 1 tightens it, above 1 loosens it.
         reason: why a looser bound is right, with its derivation; needed if `factor` > 1, printed by every report.
-        options: the row stands only where the operator's options have these values; empty = always.
+        options: the row stands only where the operator's options have these values; empty = always. The first row
+            that matches stands.
     """
 
     dtype: str

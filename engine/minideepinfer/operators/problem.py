@@ -129,3 +129,22 @@ class CommProblem(Problem):
     hidden_size: int
     num_experts: int
     world_size: int
+
+
+@dataclass(frozen=True)
+class ResidualProblem(Problem):
+    """The residual streams of the model.
+
+    Attributes:
+        num_streams: parallel streams.
+        hidden_size: width of a stream.
+        sinkhorn_iterations: pairs of row and column steps; the first row step is the softmax.
+        rms_norm_eps: added to mean squares, of the streams and of what is normalised.
+        hc_eps: added to `pre`, to the softmax, and to the sums that are divided by.
+    """
+
+    num_streams: int
+    hidden_size: int
+    sinkhorn_iterations: int
+    rms_norm_eps: float
+    hc_eps: float

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from minideepinfer.operators.declaration import (
     CONTRACT_VERSION,
     OperatorDeclaration,
     OperatorOptions,
+    OwnTolerance,
     Phase,
     Properties,
     Support,
     Tier,
 )
-from minideepinfer.operators.families import FAMILIES
+from minideepinfer.operators.families import BITWISE, FAMILIES
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9_-]*", re.ASCII)
 _IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", re.ASCII)
@@ -27,7 +30,13 @@ def faults(declaration: OperatorDeclaration) -> list[str]:
             f"was written for operator contract {declaration.contract_version!r}, this engine has contract "
             f"{CONTRACT_VERSION}; install a version of the plugin for it"
         ]
-    return [*_identity(declaration), *_types(declaration), *_layouts(declaration), *_support(declaration.support)]
+    return [
+        *_identity(declaration),
+        *_types(declaration),
+        *_layouts(declaration),
+        *_support(declaration.support),
+        *_tolerances(declaration),
+    ]
 
 
 def _identity(declaration: OperatorDeclaration) -> list[str]:
@@ -87,9 +96,42 @@ def _support(support: Any) -> list[str]:
         value = getattr(support, name)
         if value is not None and not (isinstance(value, tuple) and [type(part) for part in value] == [int, int]):
             found.append(f"has support.{name} {value!r}; (major, minor) or None is needed")
+    if not isinstance(support.interpreted, bool):
+        found.append(f"has support.interpreted {support.interpreted!r}; True or False is needed")
     if _strings(support.requires) and (dotted := [name for name in support.requires if not name.isidentifier()]):
         found.append(f"has support.requires {dotted!r}; only top-level modules can be looked up without importing")
     return found
+
+
+def _tolerances(declaration: OperatorDeclaration) -> Iterator[str]:
+    rows = declaration.tolerances
+    if not isinstance(rows, tuple) or not all(isinstance(row, OwnTolerance) for row in rows):
+        yield f"has tolerances {rows!r}; a tuple of OwnTolerance is needed"
+        return
+    if rows and declaration.family in BITWISE:
+        yield f"has tolerances, but results of family {declaration.family} are compared bit by bit; none is possible"
+    for number, row in enumerate(rows):
+        for fault in _tolerance(row, declaration):
+            yield f"has tolerances[{number}]{fault}"
+        if any(row.dtype == other.dtype and _within(row.options, other.options) for other in rows[:number]):
+            yield f"has tolerances[{number}] behind one that stands wherever it would; the special row comes first"
+
+
+def _tolerance(row: OwnTolerance, declaration: OperatorDeclaration) -> Iterator[str]:
+    dtypes, fields = getattr(declaration.support, "dtypes", ()), getattr(declaration.options, "model_fields", {})
+    if row.dtype not in dtypes:
+        yield f".dtype {row.dtype!r}; one of its support.dtypes {dtypes!r} is needed"
+    factor = row.factor
+    if type(factor) not in (int, float) or not math.isfinite(factor) or factor <= 0:
+        yield f".factor {factor!r}; a finite number above 0 is needed"
+    elif factor > 1 and not (isinstance(row.reason, str) and row.reason.strip()):
+        yield f".factor {factor} without a reason; a looser bound needs one, every report prints it"
+    if not isinstance(row.options, dict) or not set(row.options) <= set(fields):
+        yield f".options {row.options!r}; a dict of its own options ({', '.join(fields) or 'it has none'}) is needed"
+
+
+def _within(special: Any, general: Any) -> bool:
+    return isinstance(special, dict) and isinstance(general, dict) and general.items() <= special.items()
 
 
 def _matches(pattern: re.Pattern[str], value: object) -> bool:

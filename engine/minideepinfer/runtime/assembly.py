@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from minideepinfer.cache.kv_cache import KVCache
 from minideepinfer.config import EngineConfig, LayerSchedule, TextConfig
 from minideepinfer.model.attention import AttentionLayer
 from minideepinfer.model.block import Block
+from minideepinfer.model.hyper_connections import HyperConnections, Site
 from minideepinfer.model.transformer import TextModel
 from minideepinfer.model.weights import LayerWeights, ModelWeights
-from minideepinfer.operators import MoeWeights, Phase, RegisteredOperator
+from minideepinfer.operators import CommOperator, HyperConnectionWeights, Phase, RegisteredOperator
 from minideepinfer.operators.build import OperatorBuilder
-from minideepinfer.operators.plan import Plan
+from minideepinfer.operators.placed import Placed
+from minideepinfer.operators.plan import Plan, PlannedOperator
 
 
 def assemble(
@@ -25,29 +29,40 @@ def assemble(
     plan: Plan,
     builder: OperatorBuilder,
     dtype: torch.dtype,
+    comm: CommOperator | None = None,
 ) -> TextModel:
     """Build the operators of a plan and give every block its own.
 
     Args:
         config: the model's facts.
         engine: precision switches.
-        weights: of the whole text model.
+        weights: of the whole text model, or of its first layers.
         cache: where layers keep what outlives a step.
         plan: which operator serves what.
         builder: builds each distinct one once.
         dtype: compute dtype.
+        comm: used in place of the plan's comm operator, by benchmarks that make the other ranks up.
 
     Raises:
         PluginError: an operator's code cannot be imported or built.
     """
-    parts = _Parts(config, engine, cache, plan, builder)
-    blocks = [parts.block(layer, w) for layer, w in zip(config.layers, weights.layers, strict=True)]
-    return TextModel(config, weights, blocks, dtype)
+    parts = _Parts(config, engine, cache, plan, builder, comm)
+    sites = [parts.sites(w) for w in weights.layers]
+    following = [None if w.engram else first for (first, _), w in zip(sites, weights.layers, strict=True)][1:]
+    each_layer = zip(config.layers, weights.layers, sites, [*following, None], strict=False)
+    blocks = [parts.block(*layer) for layer in each_layer]
+    return TextModel(config, weights, blocks, parts.mixing, dtype)
 
 
 class _Parts:
     def __init__(
-        self, config: TextConfig, engine: EngineConfig, cache: KVCache, plan: Plan, builder: OperatorBuilder
+        self,
+        config: TextConfig,
+        engine: EngineConfig,
+        cache: KVCache,
+        plan: Plan,
+        builder: OperatorBuilder,
+        comm: CommOperator | None,
     ) -> None:
         self.config = config
         self.engine = engine
@@ -55,9 +70,17 @@ class _Parts:
         self.plan = plan
         self.builder = builder
         # Ranks talk in the same way whatever rows they have: one comm operator for both phases.
-        self.comm = self._operators("comm", None)[Phase.PREFILL]
+        self.comm = comm or self._operators("comm", None)[Phase.PREFILL]
+        self.mixing = HyperConnections(self._operators("residual", None))
 
-    def block(self, layer: LayerSchedule, weights: LayerWeights) -> Block:
+    def sites(self, weights: LayerWeights) -> tuple[Site, Site]:
+        """The attention site and the MoE site of a block."""
+        return self._site(weights.hc_attn, weights.attn_norm), self._site(weights.hc_ffn, weights.ffn_norm)
+
+    def block(
+        self, layer: LayerSchedule, weights: LayerWeights, sites: tuple[Site, Site], following: Site | None
+    ) -> Block:
+        """A block; `following` is the attention site of the next one, if that follows at once."""
         moe = self._operators("moe", layer.layer_id)
         return Block(
             layer=layer,
@@ -65,8 +88,12 @@ class _Parts:
             config=self.config,
             attention=self._attention(layer, weights),
             moe=moe,
-            moe_weights=self._moe_weights(layer.layer_id, moe, weights.moe),
+            moe_weights=self._transformed("moe", layer.layer_id, moe, weights.moe),
             comm=self.comm,
+            mixing=self.mixing,
+            attention_site=sites[0],
+            moe_site=sites[1],
+            following=following,
             activation_quantization=self.engine.activation_quantization,
         )
 
@@ -82,12 +109,17 @@ class _Parts:
             activation_quantization=self.engine.activation_quantization,
         )
 
-    def _moe_weights(self, layer_id: int, moe: dict[Phase, Any], weights: MoeWeights) -> dict[Phase, Any]:
+    def _site(self, weights: HyperConnectionWeights, norm: Tensor) -> Site:
+        return Site(self._transformed("residual", None, self.mixing.operators, weights), norm)
+
+    def _transformed(
+        self, family: str, layer_id: int | None, operators: Mapping[Phase, Any], weights: Any
+    ) -> dict[Phase, Any]:
         """What each phase's operator makes of the weights; made once where both phases have the same operator."""
         made: dict[tuple[RegisteredOperator, str], Any] = {}
         served: dict[Phase, Any] = {}
-        for phase, operator in moe.items():
-            planned = self.plan.operators["moe", layer_id, phase]
+        for phase, operator in operators.items():
+            planned = self.plan.operators[family, layer_id, phase]
             key = (planned.registered, planned.options.model_dump_json())
             if key not in made:
                 made[key] = operator.transform_weights(weights)
@@ -95,4 +127,8 @@ class _Parts:
         return served
 
     def _operators(self, family: str, layer_id: int | None) -> dict[Phase, Any]:
-        return {phase: self.builder.build(self.plan.operators[family, layer_id, phase]) for phase in Phase}
+        return {phase: self._placed(self.plan.operators[family, layer_id, phase], layer_id, phase) for phase in Phase}
+
+    def _placed(self, planned: PlannedOperator, layer_id: int | None, phase: Phase) -> Placed:
+        place = phase.value if layer_id is None else f"layer {layer_id}, {phase}"
+        return Placed(self.builder.build(planned), f"{planned.registered.title} in {place}")

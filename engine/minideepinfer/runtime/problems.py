@@ -14,6 +14,7 @@ from minideepinfer.operators import (
     MoeProblem,
     Phase,
     Problem,
+    ResidualProblem,
 )
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def resolve_cache_layout(engine_config: EngineConfig, dtype: str) -> str:
 def layer_problems(
     model_config: ModelConfig, engine_config: EngineConfig, device_type: str, capability: tuple[int, int] | None
 ) -> dict[tuple[str, int | None, Phase], Problem]:
-    """The problem of every operator call, by family, layer (None for comm) and phase.
+    """The problem of every operator call, by family, layer (None for comm and residual) and phase.
 
     Args:
         model_config: the checkpoint's facts.
@@ -74,6 +75,7 @@ def layer_problems(
     for phase in Phase:
         facts = _Facts(model_config, engine_config, phase, device_type, capability)
         problems["comm", None, phase] = facts.comm()
+        problems["residual", None, phase] = facts.residual()
         for layer in model_config.text_config.layers:
             problems["attention", layer.layer_id, phase] = facts.attention(layer)
             problems["moe", layer.layer_id, phase] = facts.moe()
@@ -155,5 +157,15 @@ class _Facts:
             hidden_size=self.text.hidden_size,
             num_experts=self.text.n_routed_experts,
             world_size=self.engine.parallel.expert,
+            **self.shared,
+        )
+
+    def residual(self) -> ResidualProblem:
+        return ResidualProblem(
+            num_streams=self.text.hc_mult,
+            hidden_size=self.text.hidden_size,
+            sinkhorn_iterations=self.text.hc_sinkhorn_iters,
+            rms_norm_eps=self.text.rms_norm_eps,
+            hc_eps=self.text.hc_eps,
             **self.shared,
         )

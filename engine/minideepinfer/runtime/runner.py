@@ -18,7 +18,7 @@ from minideepinfer.model.load import WeightLoader
 from minideepinfer.model.step import Forced
 from minideepinfer.operators import NoClock, StageClock
 from minideepinfer.operators.build import OperatorBuilder
-from minideepinfer.operators.registry import load_registry
+from minideepinfer.operators.registry import OperatorRegistry, load_registry
 from minideepinfer.operators.resolve import resolve
 from minideepinfer.runtime.assembly import assemble
 from minideepinfer.runtime.batching import build_step, make_parts, wanted_rows
@@ -68,6 +68,7 @@ class Runner:
         engine_config: EngineConfig,
         clock: StageClock | None = None,
         progress: Callable[[int, int], None] = lambda done, total: None,
+        registry: OperatorRegistry | None = None,
     ) -> None:
         """Choose operators, then read the weights.
 
@@ -76,6 +77,7 @@ class Runner:
             engine_config: how to run it.
             clock: told of the stages of every step.
             progress: called with blocks read and blocks in all.
+            registry: operators to choose from; None = those of all installed plugins.
 
         Raises:
             CheckpointError: the checkpoint is damaged or incomplete.
@@ -90,7 +92,8 @@ class Runner:
         with Checkpoint.open(path) as checkpoint:
             self.config = checkpoint.config
             problems = layer_problems(self.config, engine_config, self.device.type, device_capability(self.device))
-            self.plan = resolve(load_registry(engine_config.plugins.ignore), engine_config, problems)
+            registry = registry or load_registry(engine_config.plugins.ignore)
+            self.plan = resolve(registry, engine_config, problems)
             self.tokenizer = load_tokenizer(checkpoint.path, self.config)
             self.engram_hash = EngramHash(self.config, self.tokenizer.backend, self.device)
             weights = WeightLoader(checkpoint, dtype, self.device, engine_config.engram).load(progress)

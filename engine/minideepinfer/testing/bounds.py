@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from minideepinfer.quantization import decode_mxfp4
@@ -16,6 +15,8 @@ from minideepinfer.testing.rounding import FLOAT32, UNIT, Approximate
 
 FLUSHED = 2.0**-63
 """Below it a routing score, the root of a float32 number, may be flushed to zero."""
+NORMAL = 2.0**-126
+"""The smallest normal number of float32 and bfloat16."""
 TINY = 2.0**-120
 """Added to every bound: below it a device may flush to zero."""
 
@@ -43,17 +44,24 @@ def index_scores(case: IndexerCase, row: int) -> tuple[Tensor, Tensor]:
     if case.exact:
         return scores, torch.zeros_like(scores)
     spread = weights.abs() @ (q.abs() @ keys.abs().T)
-    return scores, (q.shape[1] + len(q) + 2) * FLOAT32 * spread
+    flushed = weights.abs() @ (_subnormal(q) @ keys.abs().T + q.abs() @ _subnormal(keys).T)
+    flushed = flushed + _subnormal(weights) @ (q.abs() @ keys.abs().T) + TINY * (1.0 + weights.abs().sum())
+    return scores, (q.shape[1] + len(q) + 2) * FLOAT32 * spread + flushed
+
+
+def _subnormal(values: Tensor) -> Tensor:
+    """Magnitudes of the numbers that a device may flush to zero, 0 elsewhere."""
+    return values.abs() * (values.abs() < NORMAL)
 
 
 def routing_scores(case: MoeCase) -> tuple[Tensor, Tensor, Tensor]:
     """Routing of the gate: scores, scores with bias, and a bound on the relative error of a score, float64 `[T, E]`."""
     x, gate = case.x.double(), case.weights.gate.double()
     logits = x @ gate.T
-    scores = F.softplus(logits, threshold=1e9).sqrt()
+    scores = (logits.clamp(min=0.0) + (-logits.abs()).exp().log1p()).sqrt()
     spread = torch.zeros_like(logits) if case.exact else (x.abs() @ gate.abs().T) * (x.shape[1] + 1) * FLOAT32
     # |d log sqrt(softplus(l)) / dl| <= 1/2; exponential, logarithm, sum and root are a few roundings.
-    return scores, scores + case.weights.gate_bias.double(), spread / 2 + 8 * FLOAT32
+    return scores, scores + case.weights.gate_bias.double(), torch.expm1(spread / 2) + 8 * FLOAT32
 
 
 def route(case: MoeCase) -> tuple[Tensor, Tensor, Tensor, Tensor]:

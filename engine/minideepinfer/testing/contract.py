@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
     from torch import Tensor
 
+    from minideepinfer.operators import RegisteredOperator
     from minideepinfer.testing.subject import Subject
 
 Outputs = dict[str, "Tensor"]
@@ -26,6 +27,10 @@ class Crash(Exception):
 
 class Refused(Exception):
     """An operator said, with reasons, that it does not support the problem; a skip, counted."""
+
+
+class Unavailable(Exception):
+    """This machine cannot hold what a case needs; a skip, with the reason."""
 
 
 @dataclass(frozen=True)
@@ -69,12 +74,15 @@ class ExplicitCase:
     Attributes:
         name: e.g. `A1`.
         fault: what went wrong there.
-        check: raises `Violation`.
+        check: raises `Violation`; may return what it measured, for the report.
+        heavy: too large for a quick look on a CPU: it is asked on cuda and in the `thorough` profile only, and reported
+            as skipped elsewhere.
     """
 
     name: str
     fault: str
-    check: Callable[[Subject], None]
+    check: Callable[[Subject], str | None]
+    heavy: bool = False
 
 
 @dataclass(frozen=True)
@@ -92,6 +100,8 @@ class Conformance:
         relations: what is checked of each case; the comparison with the reference is one of them.
         cases: explicit cases.
         tolerances: the rows of the family in the tolerance table.
+        partner: for a chain, the operator of another family with which results are completed (see
+            `minideepinfer.testing.chains`); a case then has `partner_problem` too.
     """
 
     family: str
@@ -103,6 +113,7 @@ class Conformance:
     relations: tuple[Relation, ...]
     cases: tuple[ExplicitCase, ...]
     tolerances: tuple[Tolerance, ...]
+    partner: RegisteredOperator | None = None
 
     @property
     def entries(self) -> tuple[Relation | ExplicitCase, ...]:

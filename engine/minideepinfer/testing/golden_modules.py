@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from minideepinfer.config import LayerSchedule
-from minideepinfer.model.block import Block
-from minideepinfer.model.hyper_connections import collapse
+from minideepinfer.model.block import Block, HandOver
 from minideepinfer.model.step import Forced, Step
 from minideepinfer.operators import Phase
 from minideepinfer.runtime.capture import Capture
@@ -204,7 +203,7 @@ class ModulePass:
                 attention=cast(Any, _GoldenSublayer(attention[rows])),
                 moe=dict.fromkeys(Phase, sublayer),
             )
-            around.forward(streams[rows], pre[rows], step)
+            around.forward(HandOver(streams[rows], pre[rows]), step)
 
         own = self._captured(tuple(f"{block.name}.{name}" for name in _NEEDS), call, probes=True)
         for name, needs in _NEEDS.items():
@@ -232,7 +231,7 @@ class ModulePass:
         last = f"layers.{len(model.blocks) - 1}"
         streams, pre = self.golden.probed(f"{last}.streams_out"), self.golden.probed(f"{last}.next_pre_mix")
         if streams is not None and pre is not None:
-            collapsed = collapse(self._value(streams), pre.to(self.runner.device))
+            collapsed = model.mixing.collapse(self._value(streams), pre.to(self.runner.device), Phase.PREFILL)
             self.comparison.values("norm", "final.collapsed", collapsed.cpu())
             self.comparison.values("norm", "final.normed", model.normalize(collapsed).cpu())
         normed = self.golden.get("final.normed")

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from minideepinfer.config import LayerSchedule, TextConfig
 from minideepinfer.model.weights import LayerWeights
+from minideepinfer.testing.bounds import index_scores
+from minideepinfer.testing.recipes.indexer import IndexerCase
 
 CLEAR_MARGIN = 1e-5
 """Choices whose scores at the cut are further apart than this fall the same way in every float32 run."""
@@ -157,3 +159,25 @@ def _recently(rows: Tensor, window: int) -> Tensor:
     """Rows that have a marked one in their window."""
     marked = rows.cumsum(0)
     return marked > F.pad(marked, (window, 0))[: len(rows)]
+
+
+def is_close(case: IndexerCase, row: int) -> bool:
+    """Whether a row's cut of entries, or of candidate blocks, lies within `CLEAR_MARGIN` of a tie."""
+    problem = case.problem
+    scores, _ = index_scores(case, row)
+    size = problem.candidate_block_size
+    cuts = [(scores, problem.topk)]
+    if case.candidates is not None:
+        named = torch.isin(torch.arange(len(scores)) // size, case.candidates[row])
+        cuts = [(scores[named], problem.topk)]
+    if problem.emits_candidates and len(scores):
+        padded = F.pad(scores, (0, -len(scores) % size), value=-torch.inf)
+        cuts.append((padded.view(-1, size).amax(1)[:-1], problem.candidate_topk_blocks - 1))
+    return any(_distance(values, count) < CLEAR_MARGIN for values, count in cuts)
+
+
+def _distance(values: Tensor, count: int) -> float:
+    if not 0 < count < len(values):
+        return torch.inf
+    ranked = values.sort(descending=True).values
+    return float(ranked[count - 1] - ranked[count])

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from minideepinfer.testing.contract import Outputs, Relation, Violation
+from minideepinfer.testing.contract import ExplicitCase, Outputs, Refused, Relation, Violation
 from minideepinfer.testing.subject import Subject
 from minideepinfer.testing.tensors import Guarded, PoisonedAllocations, map_tensors, poison, same_bits, tensors_in
 
@@ -33,9 +34,9 @@ def permuted_units(subject: Subject, case: Any) -> None:
 
 
 def units_alone(subject: Subject, case: Any) -> None:
-    """Each request or token called alone gives what it gave among others."""
+    """Each request or token, or some of many, called alone gives what it gave among others."""
     together = subject.run(case)
-    for unit in range(case.units):
+    for unit in range(0, case.units, max(1, case.units // 8)):
         taken, rows = case.take([unit])
         exact = subject.properties.batch_invariant
         subject.agree(taken, subject.run(taken), rows_of(together, rows), f"number {unit} alone", exact=exact)
@@ -50,10 +51,12 @@ def repeatable(subject: Subject, case: Any) -> None:
 
 
 def outputs_written(subject: Subject, case: Any) -> None:
-    """With poison in every fresh allocation, the result is what it was."""
+    """With poison in and beside every fresh allocation the result is what it was, and nothing beside is written."""
     expected = subject.run(case)
-    with PoisonedAllocations():
+    with PoisonedAllocations() as memory:
         found = subject.run(case)
+    if not memory.untouched():
+        raise Violation("memory beside an output, or beside a workspace, was written to")
     exact = subject.properties.deterministic
     subject.agree(case, found, expected, "with poison in fresh memory", exact=exact)
 
@@ -104,6 +107,30 @@ def unread_memory(clean: Callable[[Any], Any]) -> Callable[[Subject, Any], None]
     return check
 
 
+def tile_borders(recipes: tuple[Any, ...]) -> ExplicitCase:
+    """The comparison with the reference, also between poison, at sizes that cross the borders of tiles."""
+
+    def check(subject: Subject) -> None:
+        reasons = set()
+        for recipe in (replace(recipe, dtype=dtype) for recipe in recipes for dtype in subject.dtypes):
+            case = recipe.build()
+            if obstacles := subject.obstacles(case):
+                reasons.add("; ".join(obstacles))
+                subject.tally.refused["; ".join(obstacles)] += 1
+                continue
+            try:
+                matches_reference(subject, case)
+                inputs_left_alone(subject, case)
+            except Violation as violation:
+                raise Violation(f"{recipe!r}: {violation}") from None
+        if not subject.tally.ran:
+            raise Refused("; ".join(reasons))
+
+    return ExplicitCase(
+        "tile-borders", "a last tile that is partial, or full to the last row; state between tiles", check
+    )
+
+
 REFERENCE = Relation(
     "matches-reference",
     "any arithmetic that is not the specification's: a scale, a mask, a bound, an order of operations",
@@ -117,7 +144,9 @@ REPEATABLE = Relation(
     "repeatable", "state kept from an earlier call, races, atomic sums in scheduling order", repeatable, "deterministic"
 )
 WRITTEN = Relation(
-    "outputs-written", "rows of the output that no thread writes, so that old memory shows", outputs_written
+    "outputs-written",
+    "rows of the output that no thread writes, so that old memory shows; stores past its end",
+    outputs_written,
 )
 INPUTS = Relation(
     "inputs-left-alone",

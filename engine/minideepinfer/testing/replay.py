@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from minideepinfer.errors import OperatorError
 from minideepinfer.operators import load_registry
-from minideepinfer.testing.checking import find_operators
+from minideepinfer.testing.checking import entries, find_operators
 from minideepinfer.testing.contract import ExplicitCase
 from minideepinfer.testing.subject import Subject
-from minideepinfer.testing.tolerances import conformance
 
 
-def replay(operator: str, name: str, recipe: Any = None, device: str = "cpu") -> None:
+def replay(
+    operator: str, name: str, recipe: Any = None, device: str = "cpu", options: Mapping[str, Any] | None = None
+) -> None:
     """Check one relation for one call, or one explicit case; returns if it holds.
 
     Args:
@@ -20,22 +22,21 @@ def replay(operator: str, name: str, recipe: Any = None, device: str = "cpu") ->
         name: of the relation or explicit case.
         recipe: makes the call; None for an explicit case.
         device: where.
+        options: those that are not at their defaults.
 
     Raises:
         Violation: it does not hold.
         Crash: the operator raised an exception; it is the cause.
         Refused: the operator does not support the call.
-        OperatorError: there is no such operator or relation.
+        OperatorError: there is no such operator, relation or option.
     """
     registry = load_registry()
     (registered,) = find_operators(registry, [operator])
-    family = conformance(registered.declaration.family)
-    subject = Subject(registered, registry, family, device)
-    try:
-        entry = family.relation(name)
-    except KeyError:
-        known = ", ".join(entry.name for entry in family.entries)
-        raise OperatorError(f"family {family.family} has no relation {name!r}; it has {known}") from None
+    asked = {entry.name: (family, entry) for family, entry in entries(registered, registry)}
+    if name not in asked:
+        raise OperatorError(f"{registered.title} is not asked for {name!r}, but for {', '.join(asked)}")
+    family, entry = asked[name]
+    subject = Subject(registered, registry, family, device, options)
     if isinstance(entry, ExplicitCase):
         entry.check(subject)
     else:

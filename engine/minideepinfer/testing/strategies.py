@@ -10,6 +10,7 @@ from minideepinfer.testing.recipes.batch import BatchRecipe
 from minideepinfer.testing.recipes.comm import CommRecipe
 from minideepinfer.testing.recipes.indexer import ROLES, IndexerCase, IndexerRecipe
 from minideepinfer.testing.recipes.moe import ROUTINGS, MoeCase, MoeRecipe
+from minideepinfer.testing.recipes.residual import CALLS, PROJECTIONS, ResidualRecipe
 
 BOTH = ("float32", "bfloat16")
 SEEDS = st.integers(0, 2**31)
@@ -38,7 +39,7 @@ def attention_recipes(dtypes: tuple[str, ...] = BOTH) -> st.SearchStrategy[Atten
         batch=batches(),
         dtype=st.sampled_from(dtypes),
         num_heads=st.integers(1, 3),
-        head_dim=st.sampled_from([8, 32, 24]),
+        head_dim=st.sampled_from([8, 32, 24, 32, 24, 40, 64, 33]),
         rope_dim=st.sampled_from([4, 8]),
         sliding_window=st.integers(1, 9),
         compress_ratio=st.sampled_from([1, 2, 0]),
@@ -47,8 +48,8 @@ def attention_recipes(dtypes: tuple[str, ...] = BOTH) -> st.SearchStrategy[Atten
         pattern=st.sampled_from(PATTERNS),
         with_lens=st.booleans(),
         sink=st.sampled_from([None, 1.0, 30.0]),
-        q_amplitude=st.sampled_from([0.5, 4.0, 100.0]),
-        kv_amplitude=st.sampled_from([1.0, 1e-3, 1e3]),
+        q_amplitude=st.sampled_from([0.5, 4.0, 100.0, 0.0, 1e-25]),
+        kv_amplitude=st.sampled_from([1.0, 1e-3, 1e3, 1e25, 1e-39]),
         seed=SEEDS,
     )
 
@@ -60,7 +61,7 @@ def indexer_recipes(dtypes: tuple[str, ...] = BOTH) -> st.SearchStrategy[Indexer
         batch=batches(),
         dtype=st.sampled_from(dtypes),
         num_heads=st.integers(1, 4),
-        head_dim=st.sampled_from([4, 16]),
+        head_dim=st.sampled_from([4, 16, 16, 24, 5]),
         compress_ratio=st.sampled_from([1, 2]),
         topk=st.integers(1, 12),
         role=st.sampled_from(ROLES),
@@ -68,6 +69,9 @@ def indexer_recipes(dtypes: tuple[str, ...] = BOTH) -> st.SearchStrategy[Indexer
         candidate_block_size=st.sampled_from([2, 3, 4]),
         numbers=st.sampled_from(["normal", "normal", "few", "few", "zero"]),
         positive_weights=st.booleans(),
+        q_amplitude=st.sampled_from([1.0, 1.0, 1e15, 1e-20]),
+        key_amplitude=st.sampled_from([1.0, 1.0, 1e15, 1e-39]),
+        named=st.sampled_from(["any", "any", "none", "all"]),
         seed=SEEDS,
     )
 
@@ -83,7 +87,7 @@ def moe_recipes(
         tokens=draw(st.integers(0, 6)),
         dtype=draw(st.sampled_from(dtypes)),
         activation_quantization=draw(st.sampled_from(quantizations)),
-        hidden_size=draw(st.sampled_from([32, 96])),
+        hidden_size=draw(st.sampled_from([32, 96, 160])),
         intermediate_size=draw(st.sampled_from([32, 96])),
         num_experts=experts,
         num_local_experts=local,
@@ -91,7 +95,7 @@ def moe_recipes(
         topk=draw(st.integers(1, min(3, experts))),
         routing=draw(st.sampled_from(["gate", "gate", "any", "any", *ROUTINGS])),
         shared=draw(st.booleans()),
-        amplitude=draw(st.sampled_from([1.0, 20.0])),
+        amplitude=draw(st.sampled_from([1.0, 20.0, 1e4, 1e-39])),
         few=draw(st.booleans()),
         seed=draw(SEEDS),
     )
@@ -108,6 +112,26 @@ def comm_recipes(dtypes: tuple[str, ...] = BOTH) -> st.SearchStrategy[CommRecipe
         topk=st.integers(1, 6),
         rows=st.integers(0, 9),
         row_bytes=st.sampled_from([1, 5, 264]),
+        seed=SEEDS,
+    )
+
+
+def residual_recipes(dtypes: tuple[str, ...] = BOTH) -> st.SearchStrategy[ResidualRecipe]:
+    """Any legal call of a residual operator."""
+    return st.builds(
+        ResidualRecipe,
+        tokens=st.integers(0, 5),
+        dtype=st.sampled_from(dtypes),
+        call=st.sampled_from(("enter", "advance", *CALLS)),
+        num_streams=st.integers(1, 4),
+        hidden_size=st.sampled_from([1, 7, 32, 40, 103, 300]),
+        sinkhorn_iterations=st.sampled_from([1, 2, 3, 20]),
+        hc_eps=st.sampled_from([1e-6, 1e-6, 1e-2]),
+        projection=st.sampled_from(PROJECTIONS),
+        amplitude=st.sampled_from([1.0, 1.0, 1e-10, 1e3]),
+        base=st.sampled_from([1.0, 8.0, 100.0]),
+        scale=st.sampled_from([1.0, 0.1, 20.0]),
+        decode=st.booleans(),
         seed=SEEDS,
     )
 

@@ -13,7 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 T = TypeVar("T")
 
 _EMPTY = frozenset({"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"})
-_GUARD = 64
+_FILLED = frozenset(f"{new}{kind}" for kind in ("zeros", "ones", "full") for new in ("", "new_")) | frozenset(
+    f"{kind}_like" for kind in ("zeros", "ones", "full")
+)
+_GUARD = 512
 """Elements of a guard on either side; keeps the alignment of what lies between them."""
 
 
@@ -74,12 +77,30 @@ class Guarded:
 
 
 class PoisonedAllocations(TorchDispatchMode):
-    """Inside, uninitialised memory that torch hands out holds poison, so that an unwritten output shows."""
+    """Inside, memory that torch hands out lies between two poisoned guards, and holds poison if nobody filled it.
+
+    An output that is not completely written shows, and so does a store past the end of an output or a workspace.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._buffers: list[Tensor] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Poison what an allocating function returns."""
-        result = func(*args, **(kwargs or {}))
-        return poison(result) if func.overloadpacket.__name__ in _EMPTY else result
+        """Move what an allocating function returns between guards."""
+        result, name = func(*args, **(kwargs or {})), func.overloadpacket.__name__
+        if name in _EMPTY:
+            result = poison(result)
+        return self._between_guards(result) if name in _EMPTY | _FILLED else result
+
+    def _between_guards(self, tensor: Tensor) -> Tensor:
+        if not tensor.is_contiguous():
+            return tensor
+        buffer = poison(tensor.new_empty(tensor.numel() + 2 * _GUARD))
+        self._buffers.append(buffer)
+        return buffer[_GUARD : _GUARD + tensor.numel()].view(tensor.shape).copy_(tensor)
+
+    def untouched(self) -> bool:
+        """Whether no guard was written to."""
+        guards = (guard for buffer in self._buffers for guard in (buffer[:_GUARD], buffer[-_GUARD:]))
+        return all(same_bits(guard, poison(torch.empty_like(guard))) for guard in guards)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from minideepinfer.model.rope import undo_rope
 from minideepinfer.operators import Batch, BuildContext, Selection
 from minideepinfer.operators.problem import AttentionProblem
@@ -12,6 +13,8 @@ from torch import Tensor
 
 _ROWS = 32
 """Rows attended at once; bounds memory."""
+_ALIGNED = 16
+"""Numbers of a vector register, and of a cache line."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +41,8 @@ class NaiveAttention:
     Logits, exponentials and denominator are float32. In bfloat16 the exponentials are rounded to bfloat16 for the
     product with the values, as the reference does; the maximum is that of the whole row, not a running one.
     Rows are taken in groups of one size, the last group filled up with copies, so that every product has the same
-    shape and a row's result does not depend on how many other rows there are.
+    shape and a row's result does not depend on how many other rows there are; nor on its place among them, since keys
+    and channels are filled up to `_ALIGNED`: a matrix product may sum in another order where memory is not aligned.
     """
 
     def __init__(self, problem: AttentionProblem) -> None:
@@ -116,8 +120,10 @@ def _gather(table: Tensor, index: Tensor, valid: Tensor) -> Tensor:
 
 def _softmax_attention(q: Tensor, keys: _Keys, sink: Tensor | None, scale: float) -> Tensor:
     """Heads `[n, H, D]` in q's dtype, before the rotation back; a row without keys may hold NaN."""
-    logits = (q.float() @ keys.values.mT) * scale
-    logits = logits.masked_fill(~keys.valid.unsqueeze(1), -torch.inf)
+    channels, fill = q.shape[-1], -keys.valid.shape[1] % _ALIGNED
+    values = F.pad(keys.values, (0, -channels % _ALIGNED, 0, fill))
+    logits = (F.pad(q, (0, -channels % _ALIGNED)).float() @ values.mT) * scale
+    logits = logits.masked_fill(~F.pad(keys.valid, (0, fill)).unsqueeze(1), -torch.inf)
     peak = logits.amax(-1, keepdim=True)
     if sink is not None:
         peak = peak.maximum(sink[:, None])
@@ -125,7 +131,7 @@ def _softmax_attention(q: Tensor, keys: _Keys, sink: Tensor | None, scale: float
     denominator = weights.sum(-1, keepdim=True)
     if sink is not None:
         denominator = denominator + (sink[:, None] - peak).exp()
-    return (weights.to(q.dtype).float() @ keys.values / denominator).to(q.dtype)
+    return (weights.to(q.dtype).float() @ values / denominator)[..., :channels].to(q.dtype)
 
 
 def build(context: BuildContext) -> NaiveAttention:

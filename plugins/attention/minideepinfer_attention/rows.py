@@ -100,7 +100,7 @@ def window_buffer(new: Tensor, ring: Tensor, layout: WindowLayout) -> Tensor:
     return buffer
 
 
-def pool_rows(selection: Selection, batch: Batch, ratio: int, per_page: int, multiple: int = 1) -> Tensor:
+def pool_rows(selection: Selection, batch: Batch, ratio: int, per_page: int) -> Tensor:
     """Rows of the pool that a selection names.
 
     Args:
@@ -108,18 +108,16 @@ def pool_rows(selection: Selection, batch: Batch, ratio: int, per_page: int, mul
         batch: whose tokens they are.
         ratio: tokens per entry.
         per_page: entries per page.
-        multiple: of which K' shall be one.
 
     Returns:
-        int32 `[T, K']`, K' >= K; -1 = no entry.
+        int32 `[T, K]`; -1 = no entry.
     """
     num_tokens, topk = selection.indices.shape
-    width = triton.cdiv(topk, multiple) * multiple
-    rows = torch.empty(num_tokens, width, dtype=torch.int32, device=selection.indices.device)
+    rows = torch.empty(num_tokens, topk, dtype=torch.int32, device=selection.indices.device)
     if rows.numel():
-        block_k = min(512, max(16, triton.next_power_of_2(width)))
+        block_k = min(512, max(16, triton.next_power_of_2(topk)))
         block_t = 2048 // block_k
-        pool_rows_kernel[triton.cdiv(num_tokens, block_t), triton.cdiv(width, block_k)](
+        pool_rows_kernel[triton.cdiv(num_tokens, block_t), triton.cdiv(topk, block_k)](
             rows,
             selection.indices.contiguous(),
             selection.lens,
@@ -131,7 +129,6 @@ def pool_rows(selection: Selection, batch: Batch, ratio: int, per_page: int, mul
             batch.block_table.shape[1],
             per_page,
             topk,
-            width,
             BLOCK_T=block_t,
             BLOCK_K=block_k,
         )

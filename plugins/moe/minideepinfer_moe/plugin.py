@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from minideepinfer.operators import OperatorDeclaration, Properties, Tier, hookimpl
+from minideepinfer.operators import MoeProblem, OperatorDeclaration, Properties, Support, Tier, hookimpl
+
+
+def _fused_refuses(problem: MoeProblem) -> list[str]:
+    found = [
+        f"has {name} {size}, needs a multiple of 32"
+        for name, size in (("hidden_size", problem.hidden_size), ("intermediate_size", problem.intermediate_size))
+        if size % 32
+    ]
+    if problem.num_local_experts > 1023:
+        found.append(f"has {problem.num_local_experts} local experts, needs at most 1023")
+    return found
+
 
 OPERATORS = (
     OperatorDeclaration(
@@ -15,6 +27,18 @@ OPERATORS = (
         source="spec section 3.10",
         tier=Tier.REFERENCE,
         properties=Properties(deterministic=True),
+    ),
+    OperatorDeclaration(
+        family="moe",
+        name="fused",
+        summary="Rows sorted by expert on the device, products on packed FP4, one combine of local rows.",
+        build="minideepinfer_moe.fused:build",
+        source="spec section 3.10; article, round C",
+        tier=Tier.OPTIMIZED,
+        priority=10,
+        support=Support(devices=("cuda",), min_capability=(9, 0), requires=("triton",), interpreted=True),
+        refuses=_fused_refuses,
+        properties=Properties(deterministic=True, graph_capturable=True),
     ),
 )
 

@@ -14,6 +14,7 @@ from minideepinfer.testing import strategies
 from minideepinfer.testing.bounds import attention_bound
 from minideepinfer.testing.contract import Conformance, Outputs, Relation, Tolerance, Violation
 from minideepinfer.testing.families.attention_cases import CASES, EDGES
+from minideepinfer.testing.families.attention_large import LARGE
 from minideepinfer.testing.recipes.attention import AttentionCase
 from minideepinfer.testing.recipes.batch import move_pages
 from minideepinfer.testing.relations import EVERYWHERE, OWN_MEMORY, later_tokens, other_chunks, unread_memory
@@ -39,7 +40,7 @@ def _compare(
         raise Violation(f"heads: {difference(heads, case.q)}")
     bound = attention_bound(case, case.q.dtype) + attention_bound(case, torch.float32)
     error = (heads.double() - wanted.double()).abs()
-    subject.measure(error, slack * bound[:, None, None].expand(error.shape), "heads")
+    subject.measure(error, slack * subject.slack(case) * bound[:, None, None].expand(error.shape), "heads")
 
 
 def rows_without_keys(subject: Subject, case: AttentionCase) -> None:
@@ -129,7 +130,7 @@ FAMILY = Conformance(
         ),
         Relation("no-sink", "a sink counted as a value, or scaled", no_sink),
     ),
-    cases=CASES,
+    cases=(*CASES, *LARGE),
     tolerances=(
         Tolerance("float32", "every output", f"{_FLOAT32}, twice: operator and reference", _WHY_FLOAT32),
         Tolerance(
@@ -137,6 +138,20 @@ FAMILY = Conformance(
             "every output",
             f"{_FLOAT32} for the reference, and √2·V·((2(D+4)·E + 2N + 11)·2⁻²⁴ + 3·2⁻⁸) for the operator",
             "as float32, and three roundings to bfloat16: probabilities, head before and after the rotation (spec 3.8)",
+        ),
+        Tolerance(
+            "both",
+            "every output",
+            "2⁻¹²⁰ more",
+            "a device may flush subnormals, of the input and on the way: sums of terms below 2⁻¹²⁶",
+        ),
+        Tolerance(
+            "both",
+            "case `article`",
+            "4.9·10⁻⁴ where the reference is below 0.25, one bfloat16 ulp elsewhere; in bfloat16 6·2⁻⁹/√3·√Σ(pk)² more",
+            "the article's figures leave room for one rounding of the result; spec 3.8 also rounds probabilities: N "
+            "independent errors, uniform within 2⁻⁹, six standard deviations. The report has the error as it is: "
+            "without rounded probabilities it is 4.88·10⁻⁴, with them 8 to 14·10⁻⁴",
         ),
     ),
 )

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from minideepinfer.operators import Selection
 from minideepinfer.testing.contract import ExplicitCase, Violation
+from minideepinfer.testing.families.whole_model import WHOLE_MODEL
 from minideepinfer.testing.recipes.attention import AttentionCase, AttentionRecipe, fill_readable
 from minideepinfer.testing.recipes.batch import GARBAGE, NAN, BatchRecipe
 from minideepinfer.testing.subject import Subject
@@ -36,6 +37,13 @@ EDGES = (
     AttentionRecipe(BatchRecipe((4,), (40,), window_start=(45,)), pattern="front", index_topk=9),
     AttentionRecipe(BatchRecipe((7,), (0,)), sliding_window=3, spare_slots=0, q_amplitude=4.0),
     AttentionRecipe(BatchRecipe((2, 1), (17, 33), decode=True), sliding_window=6, spare_slots=0, index_topk=9),
+    AttentionRecipe(BatchRecipe((1, 2, 1), (7, 15, 8)), pattern="newest", index_topk=9),  # ends of pages
+    AttentionRecipe(BatchRecipe((2, 3), (5, 8)), compress_ratio=2, pattern="valid", head_dim=33, index_topk=7),
+    AttentionRecipe(_THREE, pattern="valid", q_amplitude=0.0, sink=1.0),  # all scores equal
+    AttentionRecipe(_THREE, q_amplitude=1e-25, kv_amplitude=1e25, sink=1.0),
+    AttentionRecipe(_THREE, pattern="valid", q_amplitude=1e4, num_heads=2),
+    AttentionRecipe(_THREE, q_amplitude=1e37, kv_amplitude=1e-39, num_heads=2),  # subnormal keys
+    AttentionRecipe(_THREE, q_amplitude=1e-39, sink=1.0),
 )
 
 
@@ -129,4 +137,5 @@ CASES = (
     ExplicitCase("A1", "a first tile without any valid key: a running maximum of -inf minus -inf", a1),
     ExplicitCase("A2", "a padding row whose NaN reaches the real rows or their scale", a2),
     ExplicitCase("A3", "left-over values in a reused index buffer, read past `lens` or out of bounds", a3),
+    *WHOLE_MODEL,
 )

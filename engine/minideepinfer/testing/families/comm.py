@@ -1,15 +1,19 @@
-"""Conformance of family `comm`, on one rank."""
+"""Conformance of family `comm`: every method on one rank, and cases between processes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from torch import Tensor
 
 from minideepinfer.testing import strategies
-from minideepinfer.testing.contract import Conformance, ExplicitCase, Outputs, Relation, Tolerance, Violation
+from minideepinfer.testing.contract import Conformance, ExplicitCase, Outputs, Refused, Relation, Tolerance, Violation
+from minideepinfer.testing.families.comm_large import LARGE
+from minideepinfer.testing.families.comm_ranks import SIZES, between_processes, scenarios, with_experts
+from minideepinfer.testing.families.whole_model import WHOLE_MODEL
 from minideepinfer.testing.recipes.comm import CommCase, CommRecipe, identity_experts
+from minideepinfer.testing.recipes.ranks import RanksRecipe
 from minideepinfer.testing.relations import EVERYWHERE
 from minideepinfer.testing.subject import Subject, difference
 from minideepinfer.testing.tensors import same_bits
@@ -46,14 +50,44 @@ def rows_are_the_tables(subject: Subject, case: CommCase) -> None:
 
 
 def c1(subject: Subject) -> None:
-    """No token, and every token on one expert, the last."""
+    """No token, and every token on one expert, the last; on one rank and between processes."""
     wide = CommRecipe(tokens=4, hidden_size=32, num_experts=8, topk=2)
-    for recipe in (wide, replace(wide, tokens=0), replace(wide, tokens=1), replace(wide, hidden_size=1030)):
-        case = recipe.build()
-        for ids in (case.topk_ids, case.topk_ids.new_full(case.topk_ids.shape, 7)):
-            changed = replace(case, topk_ids=ids)
-            identity_round_trip(subject, changed)
-            subject.family.compare(subject, changed, subject.run(changed), subject.reference(changed), 1.0)
+    one_rank = [wide, replace(wide, tokens=0), replace(wide, tokens=1), replace(wide, hidden_size=1030)]
+    _on_any_ranks(subject, one_rank, scenarios)
+
+
+def m4(subject: Subject) -> None:
+    """Identity experts at hidden 1030, for 1, 5 and 300 tokens, on one rank and between processes."""
+    calls = ((1, 1), (1, 6), (5, 4), (300, 6))
+    one_rank = [CommRecipe(tokens, hidden_size=1030, num_experts=8, topk=topk, seed=tokens) for tokens, topk in calls]
+
+    def of_ranks(size: int, dtype: str) -> list[RanksRecipe]:
+        ragged = [(tokens // 2, *[0] * (size - 2), tokens - tokens // 2) for tokens, _ in calls]
+        return [RanksRecipe(counts, dtype, 1030, topk) for counts, (_, topk) in zip(ragged, calls, strict=True)]
+
+    _on_any_ranks(subject, one_rank, of_ranks)
+
+
+def _on_any_ranks(
+    subject: Subject, one_rank: Sequence[CommRecipe], of_ranks: Callable[[int, str], Sequence[RanksRecipe]]
+) -> None:
+    """Calls on one rank and on several, as many as the operator serves; it must serve some."""
+    for dtype in subject.dtypes:
+        cases = [replace(recipe, dtype=dtype).build() for recipe in one_rank]
+        served = subject.serves(cases[0].problem)
+        for case in cases if served else []:
+            for ids in (case.topk_ids, case.topk_ids.new_full(case.topk_ids.shape, case.problem.num_experts - 1)):
+                _check(subject, replace(case, topk_ids=ids))
+        for size in SIZES:
+            for recipe in of_ranks(size, dtype):
+                served |= between_processes(subject, recipe)
+        if not served:
+            raise Refused("; ".join(subject.obstacles(cases[0])))
+
+
+def _check(subject: Subject, case: CommCase) -> None:
+    identity_round_trip(subject, case)
+    subject.family.compare(subject, case, subject.run(case), subject.reference(case), 1.0)
 
 
 EDGES = (
@@ -77,7 +111,13 @@ FAMILY = Conformance(
         ),
         Relation("rows-of-the-table", "row numbers that overflow, wrap or are off by a shard", rows_are_the_tables),
     ),
-    cases=(ExplicitCase("C1", "a rank without tokens, and all tokens on the last rank's experts (one rank)", c1),),
+    cases=(
+        ExplicitCase("C1", "a rank without tokens that leaves out a collective; all tokens on the last rank", c1),
+        ExplicitCase("M4", "a row width that is no multiple of a vector, cut or read past its end", m4),
+        ExplicitCase("moe-and-comm", "a dispatch that brings what the experts do not expect", with_experts),
+        *WHOLE_MODEL,
+        *LARGE,
+    ),
     tolerances=tuple(
         Tolerance(dtype, "every tensor", "the same bits", "moving is not arithmetic; one rank's sum has one term")
         for dtype in ("float32", "bfloat16")

@@ -117,6 +117,12 @@ def move_pages(batch: Batch, pool: Tensor, generator: torch.Generator) -> tuple[
     return replace(batch, block_table=pages.where(owned, GARBAGE)), moved
 
 
+def renumber_pages(batch: Batch, offset: int) -> Batch:
+    """The batch with every page that a request owns renumbered."""
+    owned = batch.block_table != GARBAGE
+    return replace(batch, block_table=(batch.block_table + offset).where(owned, batch.block_table))
+
+
 def split_requests(batch: Batch) -> tuple[tuple[Batch, Tensor], tuple[Batch, Tensor]]:
     """The first half of each request's rows and the rest, as two steps, each with its rows' numbers in the batch."""
     cuts = [length // 2 for length in batch.seqlens]

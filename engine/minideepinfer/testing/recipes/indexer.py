@@ -82,6 +82,9 @@ class IndexerRecipe:
         numbers: `normal`; `few`, small integers, so that scores are exact and ties are everywhere; or `zero`, all
             scores equal.
         positive_weights: whether head weights are all positive.
+        q_amplitude: standard deviation of q where numbers are normal.
+        key_amplitude: the same for keys.
+        named: which candidate blocks are given: any, with numbers that are no block's; `none`; or `all`, newest first.
         seed: of all numbers.
     """
 
@@ -96,6 +99,9 @@ class IndexerRecipe:
     candidate_block_size: int = 2
     numbers: str = "normal"
     positive_weights: bool = False
+    q_amplitude: float = 1.0
+    key_amplitude: float = 1.0
+    named: str = "any"
     seed: int = 0
 
     def build(self) -> IndexerCase:
@@ -103,13 +109,13 @@ class IndexerRecipe:
         generator = torch.Generator().manual_seed(self.seed)
         dtype, batch = getattr(torch, self.dtype), self.batch.build(generator)
 
-        def numbers(*shape: int) -> Tensor:
+        def numbers(*shape: int, amplitude: float = 1.0) -> Tensor:
             if self.numbers == "normal":
-                return torch.randn(shape, generator=generator).to(dtype)
+                return (torch.randn(shape, generator=generator) * amplitude).to(dtype)
             few = torch.randint(-1, 2, shape, generator=generator).to(dtype)
             return few if self.numbers == "few" else -few.abs()
 
-        q = numbers(batch.num_tokens, self.num_heads, self.head_dim)
+        q = numbers(batch.num_tokens, self.num_heads, self.head_dim, amplitude=self.q_amplitude)
         if self.numbers == "zero":
             q = -q
         q[batch.positions < 0] = NAN
@@ -119,9 +125,13 @@ class IndexerRecipe:
         for request, pages in enumerate(batch.block_table):
             seen = visible[batch.request_ids == request].tolist()
             for entry in range(max([*seen, 0])):
-                keys[pages[entry // per_page], entry % per_page] = numbers(self.head_dim)
+                keys[pages[entry // per_page], entry % per_page] = numbers(self.head_dim, amplitude=self.key_amplitude)
         head_weights = numbers(batch.num_tokens, self.num_heads)
         candidates = torch.randint(-1, 26, (batch.num_tokens, self.candidate_topk_blocks), generator=generator).int()
+        if self.named == "none":
+            candidates[:] = -1
+        elif self.named == "all":
+            candidates[:] = torch.arange(self.candidate_topk_blocks - 1, -1, -1)
         return IndexerCase(
             problem=self._problem(batch, dtype),
             batch=batch,

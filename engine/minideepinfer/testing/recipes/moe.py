@@ -69,6 +69,12 @@ def random_experts(num: int, hidden: int, inner: int, generator: torch.Generator
     )
 
 
+def held_experts(experts: PackedExperts, first: int, last: int) -> PackedExperts:
+    """Some of the experts of a rank, by local number, as another rank holds them."""
+    parts = {name: getattr(experts, name)[first:last] for name in ("w13", "w13_scale", "w2", "w2_scale")}
+    return PackedExperts(**parts, expert_start=experts.expert_start + first)
+
+
 def moe_problem(hidden: int, inner: int, experts: int, local: int, topk: int, **shared_facts: Any) -> MoeProblem:
     """A MoE problem with the release's scaling and clamp."""
     return MoeProblem(

@@ -33,7 +33,7 @@ def window_buffer_kernel(
     tl.store(out_ptr + row[:, None] * DIM + lane, value, mask=inside[:, None])
 
 
-@triton.jit(do_not_specialize=["num_tokens", "ratio", "max_pages", "per_page", "topk", "width"])
+@triton.jit(do_not_specialize=["num_tokens", "ratio", "max_pages", "per_page", "topk"])
 def pool_rows_kernel(
     out_ptr,
     index_ptr,
@@ -46,7 +46,6 @@ def pool_rows_kernel(
     max_pages,
     per_page,
     topk,
-    width,
     BLOCK_T: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
@@ -64,4 +63,4 @@ def pool_rows_kernel(
     valid = (entry >= 0) & (entry < visible[:, None])
     page = tl.load(table[:, None] + entry // per_page, mask=valid, other=0)
     row = tl.where(valid, page * per_page + entry % per_page, -1)
-    tl.store(out_ptr + token[:, None] * width + slot[None, :], row, mask=real[:, None] & (slot < width)[None, :])
+    tl.store(out_ptr + token[:, None] * topk + slot[None, :], row, mask=real[:, None] & (slot < topk)[None, :])

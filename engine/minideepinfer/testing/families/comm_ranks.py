@@ -1,0 +1,180 @@
+"""Comm operators between processes: C1 and M4 on 2 and 4 ranks, and experts behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minideepinfer.errors import OperatorError
+from minideepinfer.operators import CommProblem, PlannedOperator, Problem, RegisteredOperator
+from minideepinfer.operators.build import build
+from minideepinfer.operators.support import obstacles
+from minideepinfer.testing.contract import Crash, Outputs, Refused, Violation
+from minideepinfer.testing.families.moe_ranks import on_ranks, split
+from minideepinfer.testing.processes import started
+from minideepinfer.testing.recipes.batch import facts
+from minideepinfer.testing.recipes.moe import MoeCase, MoeRecipe
+from minideepinfer.testing.recipes.ranks import RankCase, RanksRecipe, expected
+from minideepinfer.testing.subject import Subject, difference, on_device
+from minideepinfer.testing.tensors import map_tensors
+
+SIZES = (2, 4)
+"""Numbers of processes tried."""
+Runs = Callable[[Sequence[RankCase]], Sequence[Outputs]]
+"""Calls every rank's comm operator with its part."""
+
+
+def scenarios(size: int, dtype: str) -> list[RanksRecipe]:
+    """Ragged ranks, ranks without tokens, all experts on the last rank, no token at all; hidden 32 and 1030."""
+    ragged = (3, *[0] * (size - 2), 1)
+    base = RanksRecipe(ragged, dtype)
+    return [
+        base,
+        replace(base, routing="last"),
+        replace(base, counts=(0,) * size),
+        replace(base, counts=(0,) * (size - 1) + (5,), hidden_size=1030, topk=4),
+        replace(base, counts=tuple(range(1, size + 1)), hidden_size=1030, topk=6, seed=1),
+        replace(base, counts=(300, *[0] * (size - 1)), topk=6, seed=2),
+    ]
+
+
+def check_comm(run: Runs, recipe: RanksRecipe) -> None:
+    """Every rank gets what it must, exactly.
+
+    Raises:
+        Violation: one does not.
+    """
+    cases = recipe.build()
+    for rank, (found, wanted) in enumerate(zip(run(cases), expected(cases), strict=True)):
+        for name, tensor in wanted.items():
+            same = found[name].shape == tensor.shape and found[name].dtype == tensor.dtype
+            if not same or not bool((found[name] == tensor).all()):
+                raise Violation(f"rank {rank} of {len(cases)}, {recipe}: {name}: {difference(found[name], tensor)}")
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What a process is to build and call: operators by family, each with its problem, and the case."""
+
+    operators: Mapping[str, tuple[RegisteredOperator, Problem]]
+    device: str
+    case: Any
+
+
+_BUILT: dict[Any, Any] = {}
+"""Operators of this process."""
+
+
+def serve(rank: int, request: _Request) -> Outputs:
+    """Runs in a process: call the operators with the case, on the rank's own device."""
+    device = torch.device(request.device, rank) if request.device == "cuda" else torch.device(request.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    operators = [_built(registered, problem, device) for registered, problem in request.operators.values()]
+    case = map_tensors(request.case, lambda tensor: tensor.to(device))
+    outputs = case.run(*operators)
+    named = outputs if isinstance(outputs, dict) else {"y": outputs}
+    return {name: tensor.cpu() for name, tensor in named.items()}
+
+
+def _built(registered: RegisteredOperator, problem: Problem, device: torch.device) -> Any:
+    key = (registered.declaration.build, problem)
+    if key not in _BUILT:
+        options = registered.declaration.options()
+        _BUILT[key] = build(PlannedOperator(registered, options, problem, "explicit: conformance kit", {}), device)
+    return _BUILT[key]
+
+
+def _in_processes(subject: Subject, requests: Sequence[_Request]) -> list[Outputs]:
+    """The outputs of every rank."""
+    size = len(requests)
+    if subject.device.type == "cuda" and torch.cuda.device_count() < size:
+        raise Refused(f"has {torch.cuda.device_count()} CUDA devices, needs {size} for {size} ranks")
+    try:
+        answers: list[Outputs] = started(size).call(serve, requests)
+    except OperatorError as error:
+        raise Crash(f"{subject.registered.title}: {error}") from None
+    return answers
+
+
+def _portable(registered: RegisteredOperator) -> RegisteredOperator:
+    """The operator without its own check, which need not be importable."""
+    declaration = replace(registered.declaration, refuses=None)
+    return RegisteredOperator(declaration, registered.distribution, registered.version, registered.entry_point)
+
+
+def between_processes(subject: Subject, recipe: RanksRecipe) -> bool:
+    """The calls of a recipe between processes; whether the operator serves so many ranks."""
+
+    def run(cases: Sequence[RankCase]) -> list[Outputs]:
+        operator = _portable(subject.registered)
+        requests = [_Request({"comm": (operator, subject.problem(case))}, subject.device.type, case) for case in cases]
+        subject.tally.ran += len(cases)
+        return _in_processes(subject, requests)
+
+    served = subject.serves(recipe.build()[0].problem)
+    if served:
+        check_comm(run, recipe)
+    return served
+
+
+def with_experts(subject: Subject) -> None:
+    """The reference experts behind a comm operator give what they give on one rank, on 1, 2 and 4 ranks."""
+    moe = subject.reference_operator("moe")
+    for whole, counts in _wholes(subject.dtypes, (1, *SIZES)):
+        if subject.serves(comm_problem(whole, len(counts))):
+            check_chain(subject, moe, subject.registered, whole, counts)
+
+
+def with_comm(subject: Subject) -> None:
+    """A moe operator gives the same on one rank and on several, with every comm operator that serves these."""
+    for whole, counts in _wholes(subject.dtypes, (1, *SIZES)):
+        comms = [
+            comm
+            for comm in subject.registry.operators("comm")
+            if not obstacles(comm.declaration, on_device(comm_problem(whole, len(counts)), subject.device))
+        ]
+        if comms and subject.serves(on_ranks(whole, [[]] * len(counts))[0].problem):
+            for comm in comms:
+                check_chain(subject, subject.registered, comm, whole, counts)
+
+
+def _wholes(dtypes: Sequence[str], sizes: Sequence[int]) -> Iterator[tuple[MoeCase, Sequence[int]]]:
+    """Calls of one rank, and how many of their tokens each of several ranks has."""
+    recipe = MoeRecipe(tokens=6, num_experts=8, num_local_experts=8, topk=3, hidden_size=128, intermediate_size=64)
+    for dtype in dtypes:
+        for given in ("gate", "any"):
+            whole = replace(recipe, dtype=dtype, routing=given).build()
+            for size in sizes:
+                yield replace(whole, x=whole.x.nan_to_num(1.0)), (4, *[0] * (size - 2), 2) if size > 1 else (6,)
+
+
+def check_chain(
+    subject: Subject, moe: RegisteredOperator, comm: RegisteredOperator, whole: MoeCase, counts: Sequence[int]
+) -> None:
+    """Experts and communication together, in one process for each rank, against the reference on one rank."""
+    from minideepinfer.testing.families.moe import FAMILY
+
+    cases = on_ranks(whole, split(whole.units, counts))
+    requests = []
+    for case in cases:
+        problems = {"moe": subject.problem(case), "comm": comm_problem(whole, len(counts))}
+        operators = {"moe": (_portable(moe), problems["moe"]), "comm": (_portable(comm), problems["comm"])}
+        requests.append(_Request(operators, subject.device.type, case))
+    subject.tally.ran += len(cases)
+    found = _in_processes(subject, requests) if len(cases) > 1 else [serve(0, requests[0])]
+    y: Tensor = torch.cat([outputs["y"] for outputs in found])
+    judge = Subject(moe, subject.registry, FAMILY, subject.device)
+    judge.family.compare(judge, whole, {"y": y}, judge.reference(whole), 1.0)
+
+
+def comm_problem(case: MoeCase, size: int) -> CommProblem:
+    """What a MoE call asks of its comm operator."""
+    problem = case.problem
+    shared = facts(case.x.dtype, problem.phase, problem.activation_quantization)
+    shared |= {"device": problem.device, "capability": problem.capability}
+    return CommProblem(**shared, hidden_size=problem.hidden_size, num_experts=problem.num_experts, world_size=size)

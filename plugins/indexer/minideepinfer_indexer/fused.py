@@ -1,0 +1,109 @@
+"""`fused`: scores and their block maxima in one launch, an exact top-k that reads a few blocks of each row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from minideepinfer.errors import OperatorError
+from minideepinfer.operators import Batch, BuildContext, IndexerOutput, Selection
+from minideepinfer.operators.declaration import interpreting
+from minideepinfer.operators.problem import IndexerProblem
+from torch import Tensor
+
+from minideepinfer_indexer.launch import Launch
+from minideepinfer_indexer.limits import FusedOptions
+from minideepinfer_indexer.operands import Operands, PageList, to_e4m3
+from minideepinfer_indexer.tiling import Metadata, Tiling, plan
+
+
+@dataclass(frozen=True, eq=False)
+class _Prepared:
+    """Attributes: what every arithmetic needs, and where converted keys go (e4m3 only)."""
+
+    metadata: Metadata
+    pages: PageList | None
+
+
+class FusedIndexer:
+    """See `IndexerOperator`. A score that is -inf or NaN is never selected.
+
+    Args:
+        problem: what to serve.
+        arithmetic: `bf16`: products of the operands as they are, summed in float32; `fp8`: of their copies in e4m3.
+    """
+
+    def __init__(self, problem: IndexerProblem, arithmetic: str = "bf16") -> None:
+        self._problem = problem
+        self._tiling = Tiling.of(problem)
+        self._fp8 = arithmetic == "fp8"
+        self._gluon = not interpreting() and _suits_gluon(problem, self._fp8)
+        self.form = "gluon" if self._gluon else "triton, interpreted" if interpreting() else "triton"
+
+    def prepare(self, batch: Batch) -> _Prepared:
+        """Cut the batch into tiles and chunks."""
+        metadata = plan(self._problem, self._tiling, batch)
+        pages = None
+        if self._fp8 and metadata.num_entries:
+            pages = PageList.of(metadata.counts, batch.positions.device)
+        return _Prepared(metadata, pages)
+
+    def run(
+        self, q: Tensor, head_weights: Tensor, index_keys: Tensor, candidates: Tensor | None, metadata: _Prepared
+    ) -> IndexerOutput:
+        """See `IndexerOperator.run`."""
+        problem, pages, plan = self._problem, metadata.pages, metadata.metadata
+        indices = q.new_empty(len(q), problem.topk, dtype=torch.int32)
+        blocks = None
+        if problem.emits_candidates:
+            blocks = q.new_empty(len(q), problem.candidate_topk_blocks, dtype=torch.int32)
+        if not plan.num_entries:
+            return IndexerOutput(Selection(indices.fill_(-1)), None if blocks is None else blocks.fill_(-1))
+        operands = Operands(q.contiguous(), head_weights.contiguous(), index_keys, plan.block_table)
+        if pages is not None:
+            operands = to_e4m3(operands.q, operands.head_weights, index_keys, plan, pages, self._tiling)
+        descriptors = self._describe(operands)
+        for chunk in plan.chunks:
+            launch = Launch(problem, self._tiling, plan, chunk)
+            lengths, pool = plan.visible, None
+            if candidates is not None:
+                lengths, pool = launch.pool(candidates.contiguous())
+            launch.score(operands, lengths, pool, descriptors)
+            if blocks is not None:
+                launch.choose_blocks(blocks)
+            launch.choose(indices, lengths, pool)
+        return IndexerOutput(Selection(indices), blocks)
+
+    def _describe(self, operands: Operands) -> Any:
+        """Descriptors for the copy engine; None if the kernel in plain Triton is to be used."""
+        if not self._gluon:
+            return None
+        from minideepinfer_indexer.descriptor import describe
+
+        return describe(operands, self._tiling)
+
+
+def _suits_gluon(problem: IndexerProblem, fp8: bool) -> bool:
+    """Whether keys come in boxes that the copy engine takes: rows of a multiple of 16 bytes, 16 at least."""
+    if problem.uses_candidates or (problem.dtype == "float32" and not fp8):
+        return False
+    if fp8:
+        return problem.head_dim % 16 == 0
+    return problem.head_dim % 8 == 0 and problem.page_tokens // problem.compress_ratio >= 16
+
+
+def build(context: BuildContext) -> FusedIndexer:
+    """Build `fused`.
+
+    Raises:
+        OperatorError: fp8 arithmetic for vectors that are not quantise-dequantised.
+    """
+    problem, options = context.problem, context.options
+    arithmetic = options.arithmetic if isinstance(options, FusedOptions) else "bf16"
+    if arithmetic == "fp8" and problem.kv_quantization != "released":
+        raise OperatorError(
+            f"indexer:fused has arithmetic fp8 and kv_quantization {problem.kv_quantization}; it needs released, where "
+            "index queries and keys are MXFP4 values, or arithmetic bf16"
+        )
+    return FusedIndexer(problem, arithmetic)

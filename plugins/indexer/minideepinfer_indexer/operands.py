@@ -1,0 +1,92 @@
+"""What the scoring kernels read: the caller's tensors, or their copies in e4m3."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from minideepinfer_indexer.kernels.e4m3 import key_kernel, query_kernel
+from minideepinfer_indexer.tiling import Metadata, Tiling, upload
+
+PAGE = 64
+"""Entries of a page of converted keys."""
+
+
+@dataclass(frozen=True, eq=False)
+class Operands:
+    """Axes as in `IndexerOperator.run`.
+
+    Attributes:
+        q: `[T, h, d]`.
+        head_weights: `[T, h]`.
+        keys: `[num_pages, entries_per_page, d]`.
+        block_table: int32 `[R, max_pages]`, of `keys`.
+        key_scales: float32 `[num_pages, entries_per_page]`, or None where keys are what they are.
+    """
+
+    q: Tensor
+    head_weights: Tensor
+    keys: Tensor
+    block_table: Tensor
+    key_scales: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class PageList:
+    """Pages of converted keys, those of one request behind those of the request before it.
+
+    Attributes:
+        pages: int32 `[num_pages, 2]`: request, page within it.
+        counts: int32 `[R]`, entries of each request.
+        block_table: int32 `[R, max_pages]`.
+    """
+
+    pages: Tensor
+    counts: Tensor
+    block_table: Tensor
+
+    @classmethod
+    def of(cls, counts: tuple[int, ...], device: torch.device) -> PageList:
+        """The pages that hold the entries of all requests."""
+        num_pages = [-(-count // PAGE) for count in counts]
+        starts = [sum(num_pages[:request]) for request in range(len(counts))]
+        width = max(num_pages)
+        return cls(
+            upload([(r, page) for r, number in enumerate(num_pages) for page in range(number)], device),
+            upload([counts], device)[0],
+            upload([[start + page for page in range(width)] for start in starts], device),
+        )
+
+
+def to_e4m3(
+    q: Tensor, head_weights: Tensor, index_keys: Tensor, metadata: Metadata, pages: PageList, tiling: Tiling
+) -> Operands:
+    """Convert a call's vectors, the keys of its requests only."""
+    tokens, heads, dim = q.shape
+    padded = max(16, dim)
+    e4m3, float32 = torch.float8_e4m3fn, torch.float32
+    q8, weights = torch.empty_like(q, dtype=e4m3), torch.empty_like(head_weights, dtype=float32)
+    query_kernel[(-(-tokens * heads // PAGE),)](
+        q, head_weights, q8, weights, tokens * heads, dim, ROWS=PAGE, DIM=tiling.dim
+    )
+    keys = q.new_empty(len(pages.pages), PAGE, padded, dtype=e4m3)
+    scales = q.new_empty(len(pages.pages), PAGE, dtype=float32)
+    key_kernel[(len(pages.pages),)](
+        index_keys,
+        metadata.block_table,
+        pages.pages,
+        pages.counts,
+        keys,
+        scales,
+        index_keys.stride(0),
+        index_keys.stride(1),
+        metadata.block_table.shape[1],
+        index_keys.shape[1].bit_length() - 1,
+        dim,
+        ROWS=PAGE,
+        DIM=tiling.dim,
+        PADDED=padded,
+    )
+    return Operands(q8, weights, keys, pages.block_table, scales)

@@ -1,0 +1,151 @@
+"""`fused`: routed rows sorted on the device, grouped products on packed experts, one combine (spec 3.10)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from minideepinfer.operators import Batch, BuildContext, CommOperator, MoeWeights, PackedExperts, StageClock
+from minideepinfer.operators.declaration import interpreting
+from minideepinfer.operators.problem import MoeProblem
+from torch import Tensor
+
+from minideepinfer_moe import experts
+from minideepinfer_moe.gate import gate_logits, select
+from minideepinfer_moe.grouped import GroupedProducts, serves
+from minideepinfer_moe.rows import combine, quantize, shared_expert
+from minideepinfer_moe.schedule import Schedule, make_schedule
+
+
+class Products(Protocol):
+    """The grouped products of the routed experts; `minideepinfer_moe.experts` has the words."""
+
+    def pack(self, experts: PackedExperts) -> Any:
+        """Bring a layer's experts into the order that the kernels read; they stay packed."""
+        ...
+
+    def tile_rows(self, max_rows: int, num_experts: int, dtype: torch.dtype) -> int:
+        """The tile height for about `max_rows / num_experts` rows an expert."""
+        ...
+
+    def gate_up(
+        self, x: Tensor, packed: Any, schedule: Schedule, row_weights: Tensor, limit: float, quantize: bool = False
+    ) -> Tensor:
+        """First products, activation and routing weight: `[T, H]` -> `[R, I]`."""
+        ...
+
+    def down(self, r: Tensor, packed: Any, schedule: Schedule) -> Tensor:
+        """Second product: `[R, I]` -> `[R, H]`."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class FusedWeights:
+    """One layer, as `run` wants it.
+
+    Attributes:
+        gate: `[num_experts, H]` in the compute dtype.
+        gate_bias: float32 `[num_experts]`.
+        experts: routed experts, as `Products.pack` made them.
+        num_local: how many they are.
+        expert_start: global id of the first.
+        shared_w13: `[2 I, H]` compute dtype, or None.
+        shared_w2: `[H, I]` compute dtype, or None.
+    """
+
+    gate: Tensor
+    gate_bias: Tensor
+    experts: Any
+    num_local: int
+    expert_start: int
+    shared_w13: Tensor | None
+    shared_w2: Tensor | None
+
+
+class FusedMoe:
+    """See `MoeOperator`. `run` speaks to the device only through launches; sizes follow from T * k."""
+
+    def __init__(self, problem: MoeProblem, clock: StageClock) -> None:
+        self._problem = problem
+        self._clock = clock
+        self._quantize = problem.activation_quantization == "released"
+        grouped = serves(problem)
+        self.products: Products = GroupedProducts(fp8=self._quantize) if grouped else experts
+        self.form = "triton, interpreted" if interpreting() else "gluon" if grouped else "triton"
+
+    def transform_weights(self, weights: MoeWeights) -> FusedWeights:
+        """Reorder the packed experts and stack the shared expert's first two matrices; nothing grows."""
+        shared = weights.shared
+        return FusedWeights(
+            weights.gate.float() if self._problem.dtype == "float32" else weights.gate,
+            weights.gate_bias,
+            self.products.pack(weights.experts),
+            weights.experts.num_local,
+            weights.experts.expert_start,
+            None if shared is None else torch.cat((shared.w1, shared.w3)),
+            None if shared is None else shared.w2,
+        )
+
+    def prepare(self, batches: tuple[Batch, ...]) -> None:
+        """Nothing to prepare: the schedule is made on the device."""
+
+    def route(self, x: Tensor, weights: FusedWeights) -> tuple[Tensor, Tensor]:
+        """See `MoeOperator.route`."""
+        logits = gate_logits(x, weights.gate)
+        return select(logits, weights.gate_bias, self._problem.topk, self._problem.routed_scaling)
+
+    def run(
+        self,
+        x: Tensor,
+        weights: FusedWeights,
+        comm: CommOperator,
+        metadata: None,
+        routing: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """See `MoeOperator.run`. In a world of one rank the shared expert joins the combine's sum."""
+        if routing is None:
+            with self._clock.stage("gate"):
+                routing = self.route(x, weights)
+        if self._quantize:
+            x = quantize(x.contiguous())
+        shared = self._shared(x, weights)
+        if comm.world_size == 1:
+            return self._routed(x, routing, weights, shared, x.dtype)
+        tokens = comm.dispatch(x, *routing)
+        partial = self._routed(tokens.x, (tokens.topk_ids, tokens.topk_weights), weights, None, torch.float32)
+        total = comm.combine(partial, tokens.handle)
+        return (total if shared is None else total + shared).to(x.dtype)
+
+    def schedule(self, routing: tuple[Tensor, Tensor], weights: FusedWeights, dtype: torch.dtype) -> Schedule:
+        """The rows to compute here for one step's routing, T at least 1."""
+        tile_rows = self.products.tile_rows(routing[0].numel(), self._problem.num_experts, dtype)
+        return make_schedule(*routing, weights.expert_start, weights.num_local, tile_rows)
+
+    def _shared(self, x: Tensor, weights: FusedWeights) -> Tensor | None:
+        if weights.shared_w13 is None or weights.shared_w2 is None or not len(x):
+            return None
+        with self._clock.stage("experts"):
+            return shared_expert(x, weights.shared_w13, weights.shared_w2, self._problem.swiglu_limit, self._quantize)
+
+    def _routed(
+        self,
+        x: Tensor,
+        routing: tuple[Tensor, Tensor],
+        weights: FusedWeights,
+        shared: Tensor | None,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """For each token the sum over the experts held here, and the shared one's output if given, `[T', H]`."""
+        if not len(x):
+            return x.new_empty(x.shape, dtype=dtype)
+        limit, packed = self._problem.swiglu_limit, weights.experts
+        with self._clock.stage("experts"):
+            schedule = self.schedule(routing, weights, x.dtype)
+            r = self.products.gate_up(x.contiguous(), packed, schedule, schedule.row_weights, limit, self._quantize)
+            return combine(self.products.down(r, packed, schedule), schedule, shared, dtype)
+
+
+def build(context: BuildContext) -> FusedMoe:
+    """Build `fused`."""
+    return FusedMoe(context.problem, context.clock)

@@ -1,0 +1,68 @@
+"""Number formats and the activation, as functions that kernels call; values live in registers.
+
+Triton's interpreter (3.6 and 3.9) truncates float32 to bfloat16, widens it slowly, and multiplies bit patterns in a
+bfloat16 `tl.dot`: `widen`, `narrow` and `rounded` are casts that are right in both worlds, and what is interpreted
+multiplies in float32. Every call of a function costs the interpreter milliseconds, so there are few.
+"""
+
+import triton
+import triton.language as tl
+from minideepinfer.operators.declaration import interpreting
+
+INTERPRETED = tl.constexpr(interpreting())
+
+
+@triton.jit
+def widen(x):
+    """bfloat16 or float32 -> float32."""
+    if INTERPRETED and x.dtype == tl.bfloat16:
+        return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def narrow(x, DTYPE: tl.constexpr):
+    """float32 -> DTYPE, to nearest, ties to even."""
+    if INTERPRETED and tl.bfloat16 == DTYPE:
+        bits = x.to(tl.int32, bitcast=True)
+        bits = tl.where(x == x, bits + 0x7FFF + ((bits >> 16) & 1), 0x7FC00000)
+        return (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return x.to(DTYPE)
+
+
+@triton.jit
+def rounded(x, DTYPE: tl.constexpr):
+    """float32 -> the nearest number of DTYPE, in float32."""
+    if INTERPRETED and tl.bfloat16 == DTYPE:
+        bits = x.to(tl.int32, bitcast=True)
+        bits = tl.where(x == x, bits + 0x7FFF + ((bits >> 16) & 1), 0x7FC00000)
+        return (bits & -0x10000).to(tl.float32, bitcast=True)
+    return x.to(DTYPE).to(tl.float32)
+
+
+@triton.jit
+def clamped_swiglu(gate, up, limit):
+    """`silu(min(gate, limit)) * clamp(up, -limit, limit)` in float32 (spec 3.10)."""
+    gate = tl.minimum(gate, limit)
+    up = tl.minimum(tl.maximum(up, -limit), limit)
+    return gate / (1.0 + tl.exp(-gate)) * up
+
+
+@triton.jit
+def qdq_fp8(groups, AXIS: tl.constexpr):
+    """QDQ-FP8 (spec 3.11) of float32 groups, 32 values along axis AXIS; float32, exact in bfloat16.
+
+    E4M3 rounding is done on the bits, so that the interpreter and every GPU agree with `quantization.qdq_fp8`.
+    """
+    magnitude = tl.abs(groups)
+    # 2^ceil(log2(amax / 448)) from the bits: 448 = 1.75 * 2^8.
+    bits = tl.maximum(tl.max(magnitude, axis=AXIS, keep_dims=True), 1e-4).to(tl.int32, bitcast=True)
+    exponent = (bits >> 23) - 8 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
+    scale = (exponent << 23).to(tl.float32, bitcast=True)
+    scaled = tl.minimum(magnitude * ((254 - exponent) << 23).to(tl.float32, bitcast=True), 448.0)
+    bits = scaled.to(tl.int32, bitcast=True)
+    rounded = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
+    # Below 2^-6 codes are 2^-9 apart: adding 1.5 * 2^14 leaves no finer bit.
+    rounded = tl.where(scaled < 0.015625, (scaled + 24576.0) - 24576.0, rounded) * scale
+    signs = groups.to(tl.int32, bitcast=True) & -0x80000000
+    return (rounded.to(tl.int32, bitcast=True) | signs).to(tl.float32, bitcast=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from minideepinfer_attention.kernels.gluon import sparse_prefill_kernel, window_prefill_kernel
+from minideepinfer_attention.kernels.gluon import sparse_prefill_kernel
 from minideepinfer_attention.tiles import LOG2E
 
 
@@ -48,53 +48,9 @@ def sparse_prefill(
             sink,
             cos,
             sin,
-            out.view(torch.int32),
+            out,
             len(q),
             pool_rows.shape[1],
-            scale * LOG2E,
-            num_warps=4,
-        )
-    return out
-
-
-def window_prefill(
-    q: Tensor,
-    window: Tensor,
-    window_rows: Tensor,
-    positions: Tensor,
-    sink: Tensor | None,
-    scale: float,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    out: Tensor,
-) -> Tensor:
-    """Attend to windows alone; fast where tokens that follow each other share most of their rows.
-
-    Args:
-        q: bfloat16 `[T, 64, 512]`.
-        window: bfloat16 `[Nw, 512]`.
-        window_rows: int32 `[T, 128]`, row numbers in `window` of the positions `p - 127 .. p`; -1 = none.
-        positions: integer `[T]`, p; they decide the order of sums, so that it is the same in every batch.
-        sink: as in `sparse_prefill`.
-        scale: factor on the logits.
-        cos: as in `sparse_prefill`.
-        sin: as in `sparse_prefill`.
-        out: bfloat16 `[T, 64, 512]`, overwritten. A token without keys is exactly zero.
-
-    Returns:
-        `out`. Deterministic; a token's bits depend on nothing but its own inputs.
-    """
-    if len(q):
-        window_prefill_kernel[_grid(q)](
-            q,
-            window,
-            window_rows,
-            positions,
-            sink,
-            cos,
-            sin,
-            out.view(torch.int32),
-            len(q),
             scale * LOG2E,
             num_warps=4,
         )

@@ -31,21 +31,6 @@ OUTPUT_ROW = gl.constexpr(gl.SliceLayout(1, OUTPUT.value))
 
 
 @gluon.jit
-def share_of(num_tokens, neighbours: gl.constexpr):
-    """The queries of this program as a range: a run of neighbours, or every n-th."""
-    program, count = gl.program_id(0), gl.num_programs(0)
-    if neighbours:
-        first = (program.to(gl.int64) * num_tokens // count).to(gl.int32)
-        end = ((program + 1).to(gl.int64) * num_tokens // count).to(gl.int32)
-        step = 1
-    else:
-        first = program
-        end = num_tokens
-        step = count
-    return first, end, step
-
-
-@gluon.jit
 def _fresh_zero():
     """Zero, unknown to the compiler: matrix descriptors that depend on it are not hoisted out of loops and spilled."""
     return gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
@@ -131,69 +116,57 @@ def _add_pair(o, m, total, phase, q_phase, scale, first, last, tiles, bars, wg: 
     return o, m, total
 
 
-@gluon.jit
-def _pack(even, odd):
-    """Neighbouring channels rounded to bfloat16, as one int32."""
-    return gl.inline_asm_elementwise(
-        "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True, pack=1
-    )
-
-
 @constexpr_function
 def _register_bases(width):
-    """Two neighbouring pairs, then every eighth column, then the row 8 below."""
-    return [[0, 1], *([0, column] for column in (8, 16, 32, 64) if column < width), [8, 0]]
+    """Eight neighbouring channels, then every 32nd, then the row 8 below."""
+    return [[0, 1], [0, 2], [0, 4], *([0, column] for column in (32, 64, 128) if column < width), [8, 0]]
 
 
 @gluon.jit
-def _store(packed, out, first: gl.constexpr):
-    """Write pairs of channels from pair `first` on; lanes swap with their neighbours, so that a quad fills a sector."""
-    width: gl.constexpr = packed.shape[1]
-    wide: gl.constexpr = _register_bases(width)
+def _store(o, out, wg: gl.constexpr, first: gl.constexpr, width: gl.constexpr):
+    """Channels `first` to `first + width` of the half; a lane holds 16 bytes, a warp's store full sectors."""
+    register_bases: gl.constexpr = _register_bases(width)
     layout: gl.constexpr = gl.DistributedLinearLayout(
-        reg_bases=wide,
-        lane_bases=[[0, 4], [0, 2], [1, 0], [2, 0], [4, 0]],
+        reg_bases=register_bases,
+        lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
         warp_bases=[[16, 0], [32, 0]],
         block_bases=[],
         shape=[64, width],
     )
     row = gl.arange(0, HEADS, gl.SliceLayout(1, layout))
-    column = first + gl.arange(0, width, gl.SliceLayout(0, layout))
-    gl.store(out + (row[:, None] * HALF + column[None, :]), gl.convert_layout(packed, layout))
+    column = wg * HALF + first + gl.arange(0, width, gl.SliceLayout(0, layout))
+    gl.store(out + (row[:, None] * (2 * HALF) + column[None, :]), gl.convert_layout(o, layout))
 
 
 @gluon.jit
-def _halves(x):
+def _halves(o):
     """Left and right half of the columns."""
-    return x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute([0, 2, 1]).split()
+    return o.reshape([o.shape[0], 2, o.shape[1] // 2]).permute([0, 2, 1]).split()
 
 
 @gluon.jit
-def _store_unrotated(even, odd, out, cos, sin):
+def _store_unrotated(o, out, cos, sin):
     """Rotate the last channels back in float32; one rounding before, one after."""
-    left_even, right_even = _halves(even)
-    left_odd, right_odd = _halves(odd)
-    inner_even, a = _halves(right_even)
-    inner_odd, b = _halves(right_odd)
-    a = a.to(gl.bfloat16).to(gl.float32)
-    b = b.to(gl.bfloat16).to(gl.float32)
+    plain, rest = _halves(o)
+    inner, turned = _halves(rest)
+    a, b = turned.to(gl.float32).reshape([HEADS, ROPE // 2, 2]).split()
     angle = gl.arange(0, ROPE // 2, gl.SliceLayout(0, a.type.layout))
     c, s = gl.load(cos + angle)[None, :], gl.load(sin + angle)[None, :]
-    _store(_pack(left_even, left_odd), out, HALF // 2)
-    _store(_pack(inner_even, inner_odd), out, HALF - 64)
-    _store(_pack(a * c + b * s, b * c - a * s), out, HALF - 32)
+    _store(plain, out, 1, 0, 128)
+    _store(inner, out, 1, 128, 64)
+    turned = gl.join(a * c + b * s, b * c - a * s).reshape([HEADS, ROPE])
+    _store(turned.to(gl.bfloat16), out, 1, 192, 64)
 
 
 @gluon.jit
-def attend(wg: gl.constexpr, neighbours: gl.constexpr, task, tiles, bars):
-    """The loop over queries of warpgroup `wg`. `neighbours`: see `share_of`."""
+def attend(wg: gl.constexpr, task, tiles, bars):
+    """The loop over queries of warpgroup `wg`: every n-th, n the number of programs."""
     scale, sink, cos, sin, out, num_tokens, num_pairs = task
     phase = 0
     q_phase = 0
     if sink is not None:
         sink_logit = gl.load(sink + gl.arange(0, HEADS, SCORES_ROW)) * LOG2_E
-    first, end, step = share_of(num_tokens, neighbours)
-    for t in range(first, end, step):
+    for t in range(gl.program_id(0), num_tokens, gl.num_programs(0)):
         o = gl.zeros([HEADS, HALF], gl.float32, OUTPUT)
         m = gl.full([HEADS], NO_MAXIMUM, gl.float32, SCORES_ROW)
         total = gl.zeros([HEADS], gl.float32, SCORES_ROW)
@@ -210,10 +183,9 @@ def attend(wg: gl.constexpr, neighbours: gl.constexpr, task, tiles, bars):
         if sink is not None:
             denominator += gl.exp2(sink_logit - m)
         factor = gl.where(total > 0, 1 / denominator, 0.0)
-        o = o * gl.convert_layout(factor, OUTPUT_ROW)[:, None]
-        even, odd = o.reshape([HEADS, HALF // 2, 2]).split()
-        row = out + t.to(gl.int64) * (HALF * HEADS)
+        result = (o * gl.convert_layout(factor, OUTPUT_ROW)[:, None]).to(gl.bfloat16)
+        row = out + t.to(gl.int64) * (2 * HALF * HEADS)
         if wg == 1 and cos is not None:
-            _store_unrotated(even, odd, row, cos + t * (ROPE // 2), sin + t * (ROPE // 2))
+            _store_unrotated(result, row, cos + t * (ROPE // 2), sin + t * (ROPE // 2))
         else:
-            _store(_pack(even, odd), row, wg * (HALF // 2))
+            _store(result, row, wg, 0, 256)

@@ -8,18 +8,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
-from minideepinfer_attention.kernels.gluon_attend import BLOCK, HALF, HEADS, share_of
+from minideepinfer_attention.kernels.gluon_attend import BLOCK, HALF, HEADS
 
 # Triton renamed it after 3.6.
 async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
 
 MASKED = gl.constexpr(-1e30)
 """What is added to the score of a missing key: finite, so that a row without keys meets no NaN."""
-GROUP = gl.constexpr(16)
-"""Rows that the ring replaces together."""
 COPY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 COPY_ROW = gl.constexpr(gl.SliceLayout(1, COPY.value))
-FLAT = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
 
 @gluon.jit
@@ -69,12 +66,13 @@ def _block_rows(window_rows, pool_rows, t, pair, slot: gl.constexpr, num_selecte
 def load_selected(q, lists, tiles, bars):
     """Window and selected rows of every n-th query; row numbers are read one pair of blocks ahead."""
     window, window_rows, pool, pool_rows, num_tokens, num_selected, num_pairs = lists
-    first, end, step = share_of(num_tokens, False)
+    first = gl.program_id(0)
+    step = gl.num_programs(0)
     row0 = _block_rows(window_rows, pool_rows, first, 0, 0, num_selected, num_tokens)
     row1 = _block_rows(window_rows, pool_rows, first, 0, 1, num_selected, num_tokens)
     phase = 1
     q_phase = 1
-    for t in range(first, end, step):
+    for t in range(first, num_tokens, step):
         for pair in range(num_pairs):
             table = window if pair == 0 else pool
             last = pair == num_pairs - 1
@@ -90,49 +88,3 @@ def load_selected(q, lists, tiles, bars):
             row0 = next0
             row1 = next1
             phase ^= 1
-
-
-@gluon.jit
-def _ring_rows(window_rows, positions, t, end):
-    """Row numbers `[128]` in ring order: a position always has the same slot."""
-    slot = gl.arange(0, 2 * BLOCK, FLAT)
-    inside = t < end
-    position = gl.load(positions + gl.where(inside, t, 0)).to(gl.int32)
-    entry = (slot - position - 1) & (2 * BLOCK - 1)
-    return gl.load(window_rows + t.to(gl.int64) * (2 * BLOCK) + entry, mask=inside & (slot >= 0), other=-1)
-
-
-@gluon.jit
-def _refresh_half(window, changed, tiles, bars, slot: gl.constexpr, half: gl.constexpr):
-    """Copy those groups of rows that differ from the query before."""
-    for group in gl.static_range(BLOCK // GROUP):
-        if (changed >> (slot * (BLOCK // GROUP) + group)) & 1 != 0:
-            row = tiles.plan.slice(slot * BLOCK + group * GROUP, GROUP).load(COPY_ROW)
-            _copy(window, row, tiles.kv[2 * slot + half].index(0).slice(group * GROUP, GROUP), half)
-    async_copy.mbarrier_arrive(bars.full[2 * slot + half], increment_count=False)
-
-
-@gluon.jit
-def load_ring(q, lists, tiles, bars):
-    """The window of a run of neighbouring queries: 128 rows stay, and mostly one changes from query to query."""
-    window, window_rows, positions, num_tokens = lists
-    first, end, step = share_of(num_tokens, True)
-    before = gl.full([2 * BLOCK], -2, gl.int32, FLAT)
-    row = _ring_rows(window_rows, positions, first, end)
-    group = gl.arange(0, 2 * BLOCK, FLAT) // GROUP
-    phase = 1
-    for t in range(first, end, step):
-        _load_query(q, t, phase, tiles, bars)
-        changed = gl.reduce_or(gl.where(row != before, 1 << group, 0), 0)
-        before = row
-        row = _ring_rows(window_rows, positions, t + 1, end)
-        tiles.plan.store(before)
-        for slot in gl.static_range(2):
-            mbarrier.wait(bars.empty[2 * slot], phase)
-            _refresh_half(window, changed, tiles, bars, slot, 0)
-            mbarrier.wait(bars.empty[2 * slot + 1], phase)
-            missing = tiles.plan.slice(slot * BLOCK, BLOCK).load(FLAT) < 0
-            tiles.bias[slot].store(gl.where(missing, MASKED, 0.0))
-            mbarrier.arrive(bars.full[2 * slot + 1])
-            _refresh_half(window, changed, tiles, bars, slot, 1)
-        phase ^= 1

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from minideepinfer_moe import experts
 from minideepinfer_moe.gate import gate_logits, select
+from minideepinfer_moe.grouped import GroupedProducts, serves
 from minideepinfer_moe.rows import combine, quantize, shared_expert
 from minideepinfer_moe.schedule import Schedule, make_schedule
 
@@ -66,11 +67,12 @@ class FusedMoe:
     """See `MoeOperator`. `run` speaks to the device only through launches; sizes follow from T * k."""
 
     def __init__(self, problem: MoeProblem, clock: StageClock) -> None:
-        self.products: Products = experts
-        self.form = "triton, interpreted" if interpreting() else "triton"
         self._problem = problem
         self._clock = clock
         self._quantize = problem.activation_quantization == "released"
+        grouped = serves(problem)
+        self.products: Products = GroupedProducts(fp8=self._quantize) if grouped else experts
+        self.form = "triton, interpreted" if interpreting() else "gluon" if grouped else "triton"
 
     def transform_weights(self, weights: MoeWeights) -> FusedWeights:
         """Reorder the packed experts and stack the shared expert's first two matrices; nothing grows."""

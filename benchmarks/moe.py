@@ -96,7 +96,7 @@ def measure(tokens: int, weights: MoeWeights, rates: dict[str, float], quantizat
     x, (ids, topk_weights) = torch.randn(tokens, HIDDEN, device="cuda").bfloat16(), random_routing(tokens)
     quantized = quantization == "released"
     schedule = operator.schedule((ids, topk_weights), packed, x.dtype)
-    products = operator.products
+    products = packed.products
     r = products.gate_up(x, packed.experts, schedule, schedule.row_weights, 10.0, quantized)
     y = products.down(r, packed.experts, schedule)
     rows = int(schedule.expert_offsets[-1])

@@ -181,8 +181,16 @@ def test_tokens_go_through_the_comm_operator_of_a_larger_world(quantization: str
 def test_weights_stay_packed() -> None:
     case = replace(MoeRecipe(hidden_size=96, intermediate_size=64, num_local_experts=2), dtype="bfloat16").build()
     weights = fused.build(context(case.problem)).transform_weights(case.weights)
-    packed = weights.experts
+    packed, released = weights.experts, case.weights.experts
     assert packed.w13.dtype is packed.w2.dtype is torch.uint8
-    assert (
-        packed.w13.numel() == case.weights.experts.w13.numel() and packed.w2.numel() == case.weights.experts.w2.numel()
-    )
+    assert packed.w13.numel() == released.w13.numel() and packed.w2.numel() == released.w2.numel()
+
+
+@pytest.mark.parametrize("exponent", [128, 129, 130, 255])
+def test_exponents_that_a_packed_form_cannot_hold_take_the_other(exponent: int) -> None:
+    recipe = MoeRecipe(tokens=2, dtype="bfloat16", hidden_size=128, intermediate_size=128)
+    case = recipe.build()
+    case.weights.experts.w2_scale[0, 0, 0] = exponent
+    operator = fused.build(context(case.problem))
+    found, expected = (case.run(o, SingleComm()) for o in (operator, naive.build(context(case.problem))))
+    torch.testing.assert_close(found, expected, rtol=2.0**-6, atol=2.0**-6, equal_nan=True)

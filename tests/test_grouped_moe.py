@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from minideepinfer.errors import OperatorError
 from minideepinfer.quantization import decode_mxfp4, qdq_fp8
 from minideepinfer.testing.recipes.batch import context
 from minideepinfer.testing.recipes.moe import MoeRecipe, random_experts
@@ -123,6 +124,22 @@ def test_exponents_that_do_not_fit_are_told() -> None:
         assert (fits(other, False), fits(other, True)) == (bf16, fp8), change
 
 
+def test_experts_that_no_arithmetic_decodes_are_refused() -> None:
+    experts = random_experts(1, 256, 128, GENERATOR)
+    nan = replace(experts, w2_scale=torch.full_like(experts.w2_scale, 255))
+    assert not fits(nan, True)
+    with pytest.raises(OperatorError, match="at most 2\\^1"):
+        GroupedProducts(fp8=True).pack(nan)
+
+
+def test_a_row_of_distant_exponents_is_multiplied_in_bfloat16() -> None:
+    experts = random_experts(1, 256, 128, GENERATOR)
+    scale = experts.w2_scale.clone()
+    scale[0, 3] = torch.tensor([100, 120, 120, 120], dtype=torch.uint8)
+    assert GroupedProducts(fp8=True).pack(experts).fp8
+    assert not GroupedProducts(fp8=True).pack(replace(experts, w2_scale=scale)).fp8
+
+
 def test_encoded_rows_are_the_quantised_ones() -> None:
     powers = torch.randint(-12, 4, (16, 96), generator=GENERATOR).float().exp2().repeat_interleave(32, 1)
     x = (torch.randn(16, 3072, generator=GENERATOR) * powers).bfloat16()
@@ -146,7 +163,7 @@ def test_the_twin_computes_the_naive_sum(quantization: str, routing: str) -> Non
     )  # fmt: skip
     case = recipe.build()
     operator = fused.build(context(case.problem))
-    assert isinstance(operator.products, GroupedProducts)
+    assert isinstance(operator.transform_weights(case.weights).products, GroupedProducts)
     y, expected = (case.run(o, SingleComm()).float() for o in (operator, naive.build(context(case.problem))))
     assert torch.isfinite(y[case.local_rows()]).all()
     difference = (y - expected)[case.local_rows()].norm()

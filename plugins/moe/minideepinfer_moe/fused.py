@@ -14,6 +14,7 @@ from torch import Tensor
 from minideepinfer_moe import experts
 from minideepinfer_moe.gate import gate_logits, select
 from minideepinfer_moe.grouped import GroupedProducts, serves
+from minideepinfer_moe.grouped_pack import fits
 from minideepinfer_moe.rows import combine, quantize, shared_expert
 from minideepinfer_moe.schedule import Schedule, make_schedule
 
@@ -47,7 +48,8 @@ class FusedWeights:
     Attributes:
         gate: `[num_experts, H]` in the compute dtype.
         gate_bias: float32 `[num_experts]`.
-        experts: routed experts, as `Products.pack` made them.
+        products: what multiplies with the routed experts.
+        experts: routed experts, as `products.pack` made them.
         num_local: how many they are.
         expert_start: global id of the first.
         shared_w13: `[2 I, H]` compute dtype, or None.
@@ -56,6 +58,7 @@ class FusedWeights:
 
     gate: Tensor
     gate_bias: Tensor
+    products: Products
     experts: Any
     num_local: int
     expert_start: int
@@ -70,17 +73,21 @@ class FusedMoe:
         self._problem = problem
         self._clock = clock
         self._quantize = problem.activation_quantization == "released"
-        grouped = serves(problem)
-        self.products: Products = GroupedProducts(fp8=self._quantize) if grouped else experts
-        self.form = "triton, interpreted" if interpreting() else "gluon" if grouped else "triton"
+        self._grouped = serves(problem)
+        self.form = "triton, interpreted" if interpreting() else "gluon" if self._grouped else "triton"
 
     def transform_weights(self, weights: MoeWeights) -> FusedWeights:
-        """Reorder the packed experts and stack the shared expert's first two matrices; nothing grows."""
-        shared = weights.shared
+        """Reorder the packed experts and stack the shared expert's first two matrices; nothing grows.
+
+        A layer with exponents that the grouped products can't decode gets the others.
+        """
+        shared, grouped = weights.shared, self._grouped and fits(weights.experts, fp8=False)
+        products: Products = GroupedProducts(fp8=self._quantize) if grouped else experts
         return FusedWeights(
             weights.gate.float() if self._problem.dtype == "float32" else weights.gate,
             weights.gate_bias,
-            self.products.pack(weights.experts),
+            products,
+            products.pack(weights.experts),
             weights.experts.num_local,
             weights.experts.expert_start,
             None if shared is None else torch.cat((shared.w1, shared.w3)),
@@ -119,7 +126,7 @@ class FusedMoe:
 
     def schedule(self, routing: tuple[Tensor, Tensor], weights: FusedWeights, dtype: torch.dtype) -> Schedule:
         """The rows to compute here for one step's routing, T at least 1."""
-        tile_rows = self.products.tile_rows(routing[0].numel(), self._problem.num_experts, dtype)
+        tile_rows = weights.products.tile_rows(routing[0].numel(), self._problem.num_experts, dtype)
         return make_schedule(*routing, weights.expert_start, weights.num_local, tile_rows)
 
     def _shared(self, x: Tensor, weights: FusedWeights) -> Tensor | None:
@@ -139,11 +146,11 @@ class FusedMoe:
         """For each token the sum over the experts held here, and the shared one's output if given, `[T', H]`."""
         if not len(x):
             return x.new_empty(x.shape, dtype=dtype)
-        limit, packed = self._problem.swiglu_limit, weights.experts
+        limit, products, packed = self._problem.swiglu_limit, weights.products, weights.experts
         with self._clock.stage("experts"):
             schedule = self.schedule(routing, weights, x.dtype)
-            r = self.products.gate_up(x.contiguous(), packed, schedule, schedule.row_weights, limit, self._quantize)
-            return combine(self.products.down(r, packed, schedule), schedule, shared, dtype)
+            r = products.gate_up(x.contiguous(), packed, schedule, schedule.row_weights, limit, self._quantize)
+            return combine(products.down(r, packed, schedule), schedule, shared, dtype)
 
 
 def build(context: BuildContext) -> FusedMoe:

@@ -2,6 +2,14 @@
 
 Stands beside `experts` (see `fused.Products`) for bfloat16 and widths that are multiples of 128. Interpreted, a twin of
 the kernel computes the same.
+
+Measured on one H200 (2026-11-30, torch 2.11, Triton 3.6, L2 cold, cuBLAS bf16 8192^3 at 796 TFLOP/s in the same run),
+96 of 384 experts, hidden 5120, inner 2304, gate_up + down, ms:
+
+    24,632 rows (T = 16384): bfloat16 2.18 + 1.10 (another run 2.12 + 1.05), FP8 1.62 + 0.73; arithmetic alone 2.19
+     6,132 rows (T = 4096):  bfloat16 0.89 + 0.46, FP8 0.62 + 0.35; arithmetic alone 0.55, weights alone 0.42
+
+What binds is copying rows from L2 to shared memory: without copies gate_up takes 1.64 (bfloat16) and 1.10 (FP8).
 """
 
 from __future__ import annotations
@@ -10,6 +18,7 @@ from dataclasses import dataclass
 
 import torch
 import triton
+from minideepinfer.errors import OperatorError
 from minideepinfer.operators import MoeProblem, PackedExperts
 from minideepinfer.operators.declaration import interpreting
 from torch import Tensor
@@ -64,8 +73,18 @@ class GroupedProducts:
         self._fp8 = fp8
 
     def pack(self, experts: PackedExperts) -> GroupedExperts:
-        """Reorder the weights, once."""
-        return pack_grouped(experts, self._fp8 and fits(experts, True))
+        """Reorder the weights, once.
+
+        Raises:
+            OperatorError: exponents are larger than the kernel decodes.
+        """
+        fp8 = self._fp8 and fits(experts, True)
+        if not (fp8 or fits(experts, False)):
+            raise OperatorError(
+                "moe: fused was given experts with an exponent above 2^1, needs exponents of at most 2^1; "
+                "moe: naive takes any"
+            )
+        return pack_grouped(experts, fp8)
 
     def tile_rows(self, max_rows: int, num_experts: int, dtype: torch.dtype) -> int:
         """96 rows for few rows an expert, 320 for many."""

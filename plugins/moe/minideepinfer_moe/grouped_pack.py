@@ -126,11 +126,11 @@ def pack_grouped(experts: PackedExperts, fp8: bool) -> GroupedExperts:
 def fits(experts: PackedExperts, fp8: bool) -> bool:
     """Whether every exponent is one that the kernel decodes exactly; asks the device once, when weights are loaded.
 
-    bfloat16: at most 2^1. FP8: those of a row differ by at most 2^11.
+    bfloat16: at most 2^1. FP8: those of a row differ by at most 2^11. None is NaN.
     """
     for scales in (experts.w13_scale, experts.w2_scale):
         top = scales.amax(-1)
         span = top - scales.amin(-1) if fp8 else top
-        if int(span.max()) > (_TOP_SHIFT - _LOW_SHIFT if fp8 else 254 - _BF16_BIAS):
+        if int(span.max()) > (_TOP_SHIFT - _LOW_SHIFT if fp8 else 254 - _BF16_BIAS) or int(top.max()) == 255:
             return False
     return True

@@ -42,6 +42,9 @@ EDGES = (
     replace(_FOUR, tokens=7, topk=3, hidden_size=160, intermediate_size=224),
     replace(_FOUR, activation_quantization="released", shared=True),
     replace(_FOUR, activation_quantization="released", routing="gate"),
+    # Widths in whole tiles, as operators with kernels for the release may ask for.
+    replace(_FOUR, tokens=9, hidden_size=256, intermediate_size=128),
+    replace(_FOUR, tokens=9, hidden_size=256, intermediate_size=128, activation_quantization="released"),
 )
 
 

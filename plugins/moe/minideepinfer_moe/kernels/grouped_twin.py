@@ -68,10 +68,8 @@ def grouped_twin(
         if UP:
             gate, up = tl.split(tl.permute(tl.reshape(sums, (64, 2, ROWS)), (0, 2, 1)))
             dtype: tl.constexpr = out_ptr.dtype.element_ty
-            y = (
-                clamped_swiglu(rounded(gate, dtype), rounded(up, dtype), limit)
-                * tl.load(row_weights_ptr + rows)[None, :]
-            )
+            routing = tl.load(row_weights_ptr + rows)[None, :]
+            y = clamped_swiglu(rounded(gate, dtype), rounded(up, dtype), limit) * routing
             outputs = tl.program_id(0) * 64 + tl.arange(0, 64)
         else:
             y = sums

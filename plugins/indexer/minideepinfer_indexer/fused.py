@@ -85,12 +85,16 @@ class FusedIndexer:
 
 
 def _suits_gluon(problem: IndexerProblem, fp8: bool) -> bool:
-    """Whether keys come in boxes that the copy engine takes: rows of a multiple of 16 bytes, 16 at least."""
-    if problem.uses_candidates or (problem.dtype == "float32" and not fp8):
+    """Whether queries and keys fit shared memory and come in boxes that the copy engine takes.
+
+    Boxes are of 16 entries at least, a multiple of 16 bytes each.
+    """
+    if problem.uses_candidates or problem.num_heads > 256 or problem.head_dim > 128:
         return False
     if fp8:
         return problem.head_dim % 16 == 0
-    return problem.head_dim % 8 == 0 and problem.page_tokens // problem.compress_ratio >= 16
+    per_page = problem.page_tokens // problem.compress_ratio
+    return problem.dtype == "bfloat16" and problem.head_dim % 8 == 0 and per_page >= 16
 
 
 def build(context: BuildContext) -> FusedIndexer:

@@ -50,7 +50,8 @@ class Tiling:
             return cls(1, heads, dim, entries=64, stages=8, programs=264, registers=120)
         if problem.dtype == "float32":
             return cls(max(1, min(8, 64 // heads)), heads, dim, entries=64, stages=1, programs=1056)
-        return cls(max(1, min(8, 256 // heads)), heads, dim, entries=64, stages=6, programs=1056, parts=2)
+        rows = max(1, min(8, 256 // heads))
+        return cls(rows, heads, dim, entries=64, stages=6, programs=1056, parts=2 if rows > 1 else 1)
 
 
 @dataclass(frozen=True, eq=False)

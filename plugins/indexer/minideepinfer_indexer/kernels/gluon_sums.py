@@ -6,6 +6,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 from triton.language.core import PropagateNan
 
 KEEP_NAN = gl.constexpr(PropagateNan.ALL)
+PUBLIC = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))  # Triton 3.6 has it with an underscore
 
 
 @gluon.jit
@@ -143,14 +144,22 @@ def _multiply(
     """Start the products of a tile of keys with COLUMNS of the queries."""
     SLAB: gl.constexpr = key_smem.shape[2]
     SLABS: gl.constexpr = q_smem.shape[0]
-    BOXES: gl.constexpr = ENTRIES // key_smem.shape[1]
     ALL: gl.constexpr = q_smem.shape[1] * q_smem.shape[2]
     products = gl.zeros([ENTRIES, COLUMNS], gl.float32, layout=product)
     for slab in gl.static_range(SLABS):
-        left = key_smem.index((stage * SLABS + slab) * BOXES)._reinterpret(key_smem.dtype, [ENTRIES, SLAB], key_layout)
-        right = q_smem.index(slab)._reinterpret(key_smem.dtype, [ALL, SLAB], key_layout).slice(begin, COLUMNS)
+        left = key_smem.index(stage * SLABS + slab)
+        right = view(q_smem.index(slab), [ALL, SLAB], key_layout).slice(begin, COLUMNS)
         products = warpgroup_mma(left, right.permute((1, 0)), products, use_acc=slab > 0, is_async=True)
     return products
+
+
+@gluon.jit
+def view(memory, shape: gl.constexpr, layout: gl.constexpr):
+    """The same shared memory in another shape."""
+    if PUBLIC:
+        return memory.reinterpret(memory.dtype, shape, layout)
+    else:  # noqa: RET505 (a branch for the compiler)
+        return memory._reinterpret(memory.dtype, shape, layout)
 
 
 @gluon.jit

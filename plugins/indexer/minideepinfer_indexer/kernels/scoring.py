@@ -1,8 +1,11 @@
 """Scores of paged index keys, and their block maxima.
 
-A program takes up to ROWS rows of one request and a range of its entries, ENTRIES at a time: keys `[ENTRIES, DIM]` are
-the left operand, `[DIM, ROWS * HEADS]` queries the right one, so that a thread holds whole heads of one entry and the
-sum over heads is mostly inside registers.
+Tiling: a program takes up to ROWS rows of one request and a range of its entries, ENTRIES at a time: keys
+`[ENTRIES, DIM]` are the left operand, `[DIM, ROWS * HEADS]` queries the right one, so that a thread holds several heads
+of one entry and most of their sum is inside registers. Queries and STAGES tiles of keys are in shared memory.
+This form serves candidate pools, float32 and what the copy engine does not take, and is the interpreted twin of
+`scoring_gluon`. Floor of a pool of 16384 entries a row: 17.2 GB through L2 for 4096 rows, nothing shared between rows.
+Measured on one H200: 2.6 ms (6.7 TB/s); all 65536 entries instead of a pool 5.5 ms, where the Gluon form takes 3.4.
 """
 
 import triton

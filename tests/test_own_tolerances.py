@@ -30,7 +30,7 @@ from minideepinfer_attention.naive import NaiveAttention
 from mutants import indexer, moe
 from pydantic import model_validator
 
-SMALL = replace(PROFILES["quick"], examples=3, variant_examples=3, shrink=False)
+SMALL = replace(PROFILES["quick"], examples=3, few_examples=3, shrink=False)
 MUTANTS = {"indexer": indexer.NAIVE, "moe": moe.NAIVE}
 WHY = "its output is rounded to bfloat16: 2^-9 of V, where the family's bound has a few 2^-24"
 

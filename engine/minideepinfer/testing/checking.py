@@ -102,7 +102,6 @@ def check_operator(
     start, tally, family = time.perf_counter(), Tally(), conformance(operator.declaration.family)
     outcomes = []
     for changes in variants(operator):
-        looked = replace(profile, examples=profile.variant_examples) if changes else profile
         for relation in family.entries:
             try:
                 subject = Subject(operator, registry, family, device, changes)
@@ -110,7 +109,7 @@ def check_operator(
                 tally.refused[str(error)] += 1
                 outcomes.append(Outcome(relation.name, SKIPPED, str(error), options=title(changes)))
                 continue
-            outcomes.append(check_one(subject, relation, looked, seed))
+            outcomes.append(check_one(subject, relation, profile, seed))
             tally.add(subject.tally)
     if not tally.ran and operator.declaration.support.serves(device):
         reasons = "; ".join(tally.refused) or "nothing was asked"

@@ -123,7 +123,7 @@ def m4(subject: Subject) -> None:
             generator = torch.Generator().manual_seed(tokens * 10 + topk)
             ids = torch.stack([torch.randperm(8, generator=generator)[:topk] for _ in range(tokens)])
             ids[torch.rand(ids.shape, generator=generator) < 0.1] = -1
-            for rank in (0, 3):
+            for rank in (0, 3) if tokens < 300 else (3,):
                 recipe = MoeRecipe(
                     hidden_size=1056, intermediate_size=96, num_experts=8, num_local_experts=2, expert_start=2 * rank
                 )
@@ -132,6 +132,8 @@ def m4(subject: Subject) -> None:
                 experts = random_experts(2, *sizes, generator, 2 * rank)
                 experts.w13[0, 0, 0, :256] = torch.arange(256, dtype=torch.uint8)
                 _remote_rows_are_not_read(subject, replace(case, weights=replace(case.weights, experts=experts)), True)
+                if tokens != 5:
+                    continue
                 experts.w13_scale[:, 1, :8, :32] = torch.arange(256, dtype=torch.uint8).view(8, 32)
                 _remote_rows_are_not_read(subject, replace(case, weights=replace(case.weights, experts=experts)), False)
 

@@ -63,6 +63,14 @@ def test_a_correct_operator_passes(operator: RegisteredOperator) -> None:
     assert report.drawn > 100 and not report.declined, "these refuse nothing that the kit draws"
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("operator", NAIVE.values(), ids=lambda operator: operator.title)
+def test_a_correct_operator_passes_a_thorough_look(operator: RegisteredOperator) -> None:
+    report = check_operator(operator, REGISTRY, replace(PROFILES["thorough"], shrink=False), seed=1)
+    assert report.passed, report.failures
+    assert len(report.held) == len(report.outcomes), "no case is too heavy for it"
+
+
 def test_there_are_enough_different_faults() -> None:
     by_family = {
         family: {m.name for m, origin in MUTANTS if origin.declaration.family == family} for family in FAMILIES

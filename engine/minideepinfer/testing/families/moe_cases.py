@@ -20,6 +20,8 @@ WIDTHS = ((1, 1), (2, 1), (4, 2), (8, 4))
 """Factors on hidden and inner size that a case may run at, the wanted ones first."""
 
 _FOUR = MoeRecipe(tokens=4, num_experts=5, num_local_experts=3, expert_start=1, topk=2)
+_WIDE = replace(_FOUR, tokens=24, dtype="bfloat16", hidden_size=256, intermediate_size=128)
+"""Widths at which operators for tensor cores take their own path."""
 
 EDGES = (
     MoeRecipe(tokens=0),
@@ -40,6 +42,9 @@ EDGES = (
     replace(_FOUR, amplitude=20.0, shared=True),
     replace(_FOUR, activation_quantization="released", shared=True),
     replace(_FOUR, activation_quantization="released", routing="gate"),
+    replace(_WIDE, shared=True),
+    replace(_WIDE, activation_quantization="released"),
+    replace(_WIDE, activation_quantization="released", routing="one"),
 )
 
 

@@ -18,6 +18,8 @@ from minideepinfer.testing.subject import Subject, difference
 from minideepinfer.testing.tensors import same_bits
 
 _FOUR = MoeRecipe(tokens=4, num_experts=5, num_local_experts=3, expert_start=1, topk=2)
+_WIDE = replace(_FOUR, tokens=24, dtype="bfloat16", hidden_size=256, intermediate_size=128)
+"""Widths at which operators for tensor cores take their own path."""
 
 EDGES = (
     MoeRecipe(tokens=0),
@@ -42,9 +44,9 @@ EDGES = (
     replace(_FOUR, tokens=7, topk=3, hidden_size=160, intermediate_size=224),
     replace(_FOUR, activation_quantization="released", shared=True),
     replace(_FOUR, activation_quantization="released", routing="gate"),
-    # Widths in whole tiles, as operators with kernels for the release may ask for.
-    replace(_FOUR, tokens=9, hidden_size=256, intermediate_size=128),
-    replace(_FOUR, tokens=9, hidden_size=256, intermediate_size=128, activation_quantization="released"),
+    replace(_WIDE, shared=True),
+    replace(_WIDE, activation_quantization="released"),
+    replace(_WIDE, activation_quantization="released", routing="one"),
 )
 
 

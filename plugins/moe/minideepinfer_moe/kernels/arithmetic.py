@@ -42,9 +42,9 @@ def rounded(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def clamped_swiglu(gate, up, limit):
-    """`silu(min(gate, limit)) * clamp(up, -limit, limit)` in float32 (spec 3.10)."""
-    gate = tl.minimum(gate, limit)
-    up = tl.minimum(tl.maximum(up, -limit), limit)
+    """`silu(min(gate, limit)) * clamp(up, -limit, limit)` in float32 (spec 3.10); NaN stays NaN, unlike in `tl.minimum`."""
+    gate = tl.where(gate > limit, limit, gate)
+    up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
     return gate / (1.0 + tl.exp(-gate)) * up
 
 
@@ -65,4 +65,5 @@ def qdq_fp8(groups, AXIS: tl.constexpr):
     # Below 2^-6 codes are 2^-9 apart: adding 1.5 * 2^14 leaves no finer bit.
     rounded = tl.where(scaled < 0.015625, (scaled + 24576.0) - 24576.0, rounded) * scale
     signs = groups.to(tl.int32, bitcast=True) & -0x80000000
-    return (rounded.to(tl.int32, bitcast=True) | signs).to(tl.float32, bitcast=True)
+    signed = (rounded.to(tl.int32, bitcast=True) | signs).to(tl.float32, bitcast=True)
+    return tl.where(groups == groups, signed, groups)  # the bits above know no NaN

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from minideepinfer.errors import OperatorError
 from minideepinfer.quantization import decode_mxfp4, qdq_fp8
 from minideepinfer.testing.recipes.batch import context
 from minideepinfer.testing.recipes.moe import MoeRecipe, random_experts
@@ -14,7 +15,7 @@ from minideepinfer.testing.tensors import same_bits
 from minideepinfer_comm.single import SingleComm
 from minideepinfer_moe import fused, naive
 from minideepinfer_moe.grouped import GroupedProducts, _encode
-from minideepinfer_moe.grouped_pack import GroupedMatrix, fits_fp8, pack_grouped
+from minideepinfer_moe.grouped_pack import GroupedMatrix, fits, pack_grouped
 from minideepinfer_moe.kernels.grouped_assembly import bf16_assembly, fp8_assembly
 from torch import Tensor
 
@@ -98,7 +99,7 @@ def test_the_assembly_decodes_what_was_packed_bit_by_bit(fp8: bool) -> None:
     low, high = (114, 126) if fp8 else (0, 129)  # random exponents as far apart as fits
     scale = torch.randint(low, high, (1, 128, 4), generator=GENERATOR, dtype=torch.uint8)
     experts = replace(experts, w2_scale=scale)
-    assert not fp8 or fits_fp8(experts)
+    assert fits(experts, fp8)
     matrix = pack_grouped(experts, fp8).w2
     weights = _decoded(matrix, fp8)
     if fp8:
@@ -108,27 +109,27 @@ def test_the_assembly_decodes_what_was_packed_bit_by_bit(fp8: bool) -> None:
     assert same_bits(weights[rows], expected[rows].bfloat16().float())
 
 
-@pytest.mark.parametrize("top", [129, 200, 254])
-def test_large_exponents_are_taken_out_of_the_row(top: int) -> None:
+def test_exponents_that_do_not_fit_are_told() -> None:
     experts = random_experts(1, 128, 128, GENERATOR)
-    scale = torch.randint(top - 100, top + 1, (1, 128, 4), generator=GENERATOR, dtype=torch.uint8)
-    matrix = pack_grouped(replace(experts, w2_scale=scale), False).w2
-    weights = _decoded(matrix, False).double() * matrix.row_scales[0].double()[:, None]
-    expected = decode_mxfp4(experts.w2[0], scale[0], torch.float32)[:, : weights.shape[1]].double()
-    rows = torch.arange(128) // 16 % 3 == 0
-    finite = expected.isfinite() & rows[:, None]
-    assert finite.any() and torch.equal(weights[finite], expected[finite])
+    scale = torch.full((1, 128, 4), 120, dtype=torch.uint8)
+    for change, bf16, fp8 in (
+        (131, False, True),
+        (132, False, False),
+        (129, False, True),
+        (109, True, True),
+        (108, True, False),
+    ):
+        scale[0, 7, 2] = change
+        other = replace(experts, w2_scale=scale)
+        assert (fits(other, False), fits(other, True)) == (bf16, fp8), change
 
 
-@pytest.mark.parametrize("fp8", [False, True])
-def test_exponents_without_a_value_make_rows_of_nan(fp8: bool) -> None:
-    experts = random_experts(1, 128, 128, GENERATOR)
-    scale = experts.w2_scale.clone()
-    scale[0, 5, 1] = 255
-    packed = GroupedProducts(fp8).pack(replace(experts, w2_scale=scale))
-    assert not packed.fp8
-    assert packed.w2.row_scales.isnan().nonzero().tolist() == [[0, 5]]
-    assert not packed.w13.row_scales.numel()
+def test_experts_that_no_arithmetic_decodes_are_refused() -> None:
+    experts = random_experts(1, 256, 128, GENERATOR)
+    nan = replace(experts, w2_scale=torch.full_like(experts.w2_scale, 255))
+    assert not fits(nan, True)
+    with pytest.raises(OperatorError, match="at most 2\\^1"):
+        GroupedProducts(fp8=True).pack(nan)
 
 
 def test_a_row_of_distant_exponents_is_multiplied_in_bfloat16() -> None:

@@ -18,11 +18,12 @@ from dataclasses import dataclass
 
 import torch
 import triton
+from minideepinfer.errors import OperatorError
 from minideepinfer.operators import MoeProblem, PackedExperts
 from minideepinfer.operators.declaration import interpreting
 from torch import Tensor
 
-from minideepinfer_moe.grouped_pack import STAGE_BYTES, GroupedExperts, GroupedMatrix, fits_fp8, pack_grouped
+from minideepinfer_moe.grouped_pack import STAGE_BYTES, GroupedExperts, GroupedMatrix, fits, pack_grouped
 from minideepinfer_moe.kernels.grouped_encode import encode_kernel
 from minideepinfer_moe.kernels.grouped_twin import grouped_twin
 from minideepinfer_moe.rows import quantize as quantize_rows
@@ -72,8 +73,18 @@ class GroupedProducts:
         self._fp8 = fp8
 
     def pack(self, experts: PackedExperts) -> GroupedExperts:
-        """Reorder the weights, once."""
-        return pack_grouped(experts, self._fp8 and fits_fp8(experts))
+        """Reorder the weights, once.
+
+        Raises:
+            OperatorError: exponents are larger than the kernel decodes.
+        """
+        fp8 = self._fp8 and fits(experts, True)
+        if not (fp8 or fits(experts, False)):
+            raise OperatorError(
+                "moe: fused was given experts with an exponent above 2^1, needs exponents of at most 2^1; "
+                "moe: naive takes any"
+            )
+        return pack_grouped(experts, fp8)
 
     def tile_rows(self, max_rows: int, num_experts: int, dtype: torch.dtype) -> int:
         """96 rows for few rows an expert, 320 for many."""
@@ -126,7 +137,7 @@ def _launch(
     limit: float,
 ) -> None:
     """Gate and up if there are `row_weights`, else down; FP8 if x is codes."""
-    fp8, up, scaled = x.dtype is torch.uint8, row_weights is not None, matrix.row_scales.numel() > 0
+    fp8, up = x.dtype is torch.uint8, row_weights is not None
     steps, blocks = x.shape[1] * x.element_size() // STAGE_BYTES, matrix.words.shape[1]
     tensors = schedule.sorted_tokens, matrix.words, matrix.exponents
     others = x_scales if row_weights is None else row_weights, x_scales, matrix.row_scales, schedule.tiles
@@ -143,7 +154,6 @@ def _launch(
             ROWS=triton.next_power_of_2(schedule.tile_rows),
             UP=up,
             FP8=fp8,
-            SCALED=scaled,
         )
         return
     from minideepinfer_moe.kernels.grouped import grouped_kernel  # Gluon is imported where it runs
@@ -166,7 +176,6 @@ def _launch(
         STAGES=4 if fp8 else 5,
         UP=up,
         FP8=fp8,
-        SCALED=scaled,
         num_warps=8,
         maxnreg=shape.registers,
     )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from minideepinfer.operators import PackedExperts
-from minideepinfer.quantization import decode_e8m0, unpack_e2m1
+from minideepinfer.quantization import unpack_e2m1
 from torch import Tensor
 
 BLOCK = 128
@@ -15,8 +15,6 @@ STAGE_BYTES = 128
 """Bytes of an activation row in one stage."""
 _BF16_BIAS = 126
 """A decoded pair is its value times 2^-126; an E8M0 byte e means 2^(e - 127): bfloat16's exponent is e + 126."""
-_BF16_TOP = 254
-"""The largest exponent that is not infinity."""
 _TOP_SHIFT, _LOW_SHIFT = 6, -5
 """Powers of two by which e4m3 holds all e2m1 values exactly, as normal numbers: 6 * 2^6 = 384, 0.5 * 2^-5 = 2^-6."""
 # Bits of a word for sign, two exponent bits and mantissa bit of its 8 codes.
@@ -39,8 +37,7 @@ class GroupedMatrix:
     Attributes:
         words: int32 `[E, N / 128, stages, 8 warps, 8 rows, 4 quarters, groups, 2 rows]`, 8 codes in each.
         exponents: uint8 `[E, N / 128, stages, 8 warps, 8 rows, groups, 2 rows]`, as `grouped_decode` wants them.
-        row_scales: float32 `[E, N]`, what an output is to be multiplied by: for FP8, and for bfloat16 if any exponent
-            is above 2^1 (a row's weights below 2^-254 times its largest are then 0); else empty.
+        row_scales: float32 `[E, N]` for FP8, what an output is to be multiplied by; empty for bfloat16.
     """
 
     words: Tensor
@@ -96,14 +93,10 @@ def _pack_matrix(packed: Tensor, scales: Tensor, fp8: bool) -> GroupedMatrix:
     """uint8 `[E, N, K / 2]` and E8M0 `[E, N, K / 32]`."""
     words = torch.stack([_pack_expert(expert, fp8) for expert in packed])
     exponents, row_scales = scales.int(), scales.new_empty(0, dtype=torch.float32)
-    top = scales.amax(-1)
-    relative = exponents - top[..., None].int()
     if fp8:
-        row_scales = decode_e8m0(top) * 2.0**-_TOP_SHIFT
-        exponents = 8 * (relative + _TOP_SHIFT - _LOW_SHIFT)
-    elif int(top.max()) > _BF16_TOP - _BF16_BIAS:
-        row_scales = decode_e8m0(top) * 2.0 ** (127 - _BF16_TOP + _BF16_BIAS)
-        exponents = (relative + _BF16_TOP).clamp(min=0)
+        top = exponents.amax(-1, keepdim=True)
+        row_scales = torch.exp2((top[..., 0] - 127 - _TOP_SHIFT).float())
+        exponents = 8 * (exponents - top + _TOP_SHIFT - _LOW_SHIFT)
     else:
         exponents = exponents + _BF16_BIAS
     experts, rows, _ = scales.shape
@@ -115,7 +108,7 @@ def pack_grouped(experts: PackedExperts, fp8: bool) -> GroupedExperts:
     """Reorder the weights; once, when they are loaded.
 
     Args:
-        experts: H and I multiples of 128; exponents as `fits_fp8` wants them if `fp8`.
+        experts: H and I multiples of 128; exponents that `fits` allows.
         fp8: whether products are to be FP8.
     """
     w13, scales = experts.w13.transpose(1, 2).flatten(1, 2), experts.w13_scale.transpose(1, 2).flatten(1, 2)
@@ -130,7 +123,14 @@ def pack_grouped(experts: PackedExperts, fp8: bool) -> GroupedExperts:
     )
 
 
-def fits_fp8(experts: PackedExperts) -> bool:
-    """Whether e4m3 holds the weights exactly: exponents of a row differ by at most 11. Asks the device."""
-    spans = (scales.amax(-1) - scales.amin(-1) for scales in (experts.w13_scale, experts.w2_scale))
-    return all(int(span.max()) <= _TOP_SHIFT - _LOW_SHIFT for span in spans)
+def fits(experts: PackedExperts, fp8: bool) -> bool:
+    """Whether every exponent is one that the kernel decodes exactly; asks the device once, when weights are loaded.
+
+    bfloat16: at most 2^1. FP8: those of a row differ by at most 2^11. None is NaN.
+    """
+    for scales in (experts.w13_scale, experts.w2_scale):
+        top = scales.amax(-1)
+        span = top - scales.amin(-1) if fp8 else top
+        if int(span.max()) > (_TOP_SHIFT - _LOW_SHIFT if fp8 else 254 - _BF16_BIAS) or int(top.max()) == 255:
+            return False
+    return True

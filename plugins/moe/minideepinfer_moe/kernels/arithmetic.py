@@ -42,7 +42,7 @@ def rounded(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def clamped_swiglu(gate, up, limit):
-    """`silu(min(gate, limit)) * clamp(up, -limit, limit)` in float32 (spec 3.10); NaN stays NaN, unlike in `tl.minimum`."""
+    """`silu(min(gate, limit)) * clamp(up, -limit, limit)` in float32 (spec 3.10). Where there is NaN, it stays."""
     gate = tl.where(gate > limit, limit, gate)
     up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
     return gate / (1.0 + tl.exp(-gate)) * up

@@ -69,19 +69,18 @@ class Call:
     STAGES: gl.constexpr
     UP: gl.constexpr
     FP8: gl.constexpr
-    SCALED: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
         self, x, tokens, words, exponents, out, row_weights, x_scales, w_scales, tiles, limit, steps, blocks,
-        WIDTH, OUT_WIDTH, MAX_ROWS, STAGES, UP, FP8, SCALED,
+        WIDTH, OUT_WIDTH, MAX_ROWS, STAGES, UP, FP8,
     ):  # fmt: skip
         self.x, self.tokens, self.words, self.exponents, self.out = x, tokens, words, exponents, out
         self.row_weights, self.x_scales, self.w_scales, self.tiles = row_weights, x_scales, w_scales, tiles
         self.limit, self.steps, self.blocks = limit, steps, blocks
         self.WIDTH, self.OUT_WIDTH = gl.constexpr(WIDTH), gl.constexpr(OUT_WIDTH)
         self.MAX_ROWS, self.STAGES = gl.constexpr(MAX_ROWS), gl.constexpr(STAGES)
-        self.UP, self.FP8, self.SCALED = gl.constexpr(UP), gl.constexpr(FP8), gl.constexpr(SCALED)
+        self.UP, self.FP8 = gl.constexpr(UP), gl.constexpr(FP8)
 
 
 @aggregate
@@ -240,15 +239,15 @@ def _count(tiles, max_tiles):
 def grouped_kernel(
     x, tokens, words, exponents, out, row_weights, x_scales, w_scales, tiles, max_tiles, limit, steps, blocks,
     WIDTH: gl.constexpr, OUT_WIDTH: gl.constexpr, MAX_ROWS: gl.constexpr, TILES: gl.constexpr, STAGES: gl.constexpr,
-    UP: gl.constexpr, FP8: gl.constexpr, SCALED: gl.constexpr,
+    UP: gl.constexpr, FP8: gl.constexpr,
 ):  # fmt: skip
     """Rows `[*, WIDTH]` of bfloat16 or e4m3 to `[R, OUT_WIDTH]`; `steps` stages of columns, `blocks` of outputs.
 
-    `tokens`, `row_weights` and `limit` are read if UP, scales of rows of x if FP8, of rows of weights if SCALED.
+    `tokens`, `row_weights` and `limit` are read if UP, scales (one of a row of x, one of a row of weights) if FP8.
     """
     c = Call(
         x, tokens, words, exponents, out, row_weights, x_scales, w_scales, tiles, limit, steps, blocks,
-        WIDTH, OUT_WIDTH, MAX_ROWS, STAGES, UP, FP8, SCALED,
+        WIDTH, OUT_WIDTH, MAX_ROWS, STAGES, UP, FP8,
     )  # fmt: skip
     dtype: gl.constexpr = gl.float8e4nv if FP8 else gl.bfloat16
     columns: gl.constexpr = 128 if FP8 else 64

@@ -60,28 +60,22 @@ def _store_chunk(c, sums, row, end, block):
         rows = opaque(gl.arange(0, n, gl.SliceLayout(0, layout)))
         columns = gl.arange(0, outputs, gl.SliceLayout(1, layout))
         present = rows < end - row
-        if c.FP8:
-            x_scales = gl.expand_dims(_token_scales(c, row, rows, present), 0)
         if c.UP:
             if c.FP8:
-                gate, up = gate * x_scales, up * x_scales
-            if c.SCALED:
+                x_scales = gl.expand_dims(_token_scales(c, row, rows, present), 0)
                 scales = c.w_scales + opaque(block) * 128 + columns * 2
-                gate_scales, up_scales = gl.expand_dims(gl.load(scales), 1), gl.expand_dims(gl.load(scales + 1), 1)
-                gate, up = gate * gate_scales, up * up_scales
+                gate = gate * (x_scales * gl.expand_dims(gl.load(scales), 1))
+                up = up * (x_scales * gl.expand_dims(gl.load(scales + 1), 1))
             gate, up = gate.to(gl.bfloat16).to(gl.float32), up.to(gl.bfloat16).to(gl.float32)
             gate = gl.where(gate > c.limit, c.limit, gate)  # NaN stays NaN, unlike in `gl.minimum`
             up = gl.where(up > c.limit, c.limit, gl.where(up < -c.limit, -c.limit, up))
             weights = gl.load(c.row_weights + row + rows, mask=present, other=0.0)
             y = gate / (1.0 + gl.exp2(gate * -1.4426950408889634)) * up * gl.expand_dims(weights, 0)
-            if c.SCALED:
-                y += (gate_scales + up_scales) * 0.0  # clamps drop NaN, which only comes from exponents
         else:
             y = gl.convert_layout(gl.reshape(gl.permute(pairs, [0, 2, 1, 3]), [128, n]), layout, assert_trivial=True)
             if c.FP8:
-                y = y * x_scales
-            if c.SCALED:
-                y = y * gl.expand_dims(gl.load(c.w_scales + opaque(block) * 128 + columns), 1)
+                x_scales = gl.expand_dims(_token_scales(c, row, rows, present), 0)
+                y = y * (x_scales * gl.expand_dims(gl.load(c.w_scales + opaque(block) * 128 + columns), 1))
         columns += opaque(block) % c.blocks * outputs
         place = gl.expand_dims(rows * c.OUT_WIDTH, 0) + gl.expand_dims(columns, 1)
         target = c.out + row.to(gl.int64) * c.OUT_WIDTH + place

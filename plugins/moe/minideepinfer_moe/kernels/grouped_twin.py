@@ -43,8 +43,7 @@ def _decode_e4m3(codes):
 @triton.jit(do_not_specialize=["steps", "blocks", "width", "out_width"])
 def grouped_twin(
     x_ptr, tokens_ptr, words_ptr, exponents_ptr, out_ptr, row_weights_ptr, x_scales_ptr, w_scales_ptr, tiles_ptr,
-    limit, steps, blocks, width, out_width,
-    ROWS: tl.constexpr, UP: tl.constexpr, FP8: tl.constexpr, SCALED: tl.constexpr,
+    limit, steps, blocks, width, out_width, ROWS: tl.constexpr, UP: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
     """See `grouped_kernel`; x is uint8 if FP8."""
     tile = tiles_ptr + tl.program_id(1) * 3
@@ -65,9 +64,7 @@ def grouped_twin(
             x = tl.load(source + k * columns)
             sums = tl.dot(weights, _decode_e4m3(x) if FP8 else widen(x), sums, input_precision="ieee")
         if FP8:
-            sums *= tl.load(x_scales_ptr + numbers)[None, :]
-        if SCALED:
-            sums *= tl.load(w_scales_ptr + block * 128 + tl.arange(0, 128))[:, None]
+            sums *= tl.load(w_scales_ptr + block * 128 + tl.arange(0, 128))[:, None] * tl.load(x_scales_ptr + numbers)
         if UP:
             gate, up = tl.split(tl.permute(tl.reshape(sums, (64, 2, ROWS)), (0, 2, 1)))
             dtype: tl.constexpr = out_ptr.dtype.element_ty

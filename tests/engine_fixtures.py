@@ -35,7 +35,7 @@ def runner_of(name: str, kv_quantization: str = "none", replay: str = "full", **
         "replay": replay,
         "cache": pages,
     }
-    return Runner(GOLDEN / name, EngineConfig(**config | settings))
+    return Runner(GOLDEN / name, EngineConfig(**config | settings), keep_weights=True)
 
 
 def pools(runner: Runner) -> list[Tensor]:

@@ -97,3 +97,11 @@ def test_one_thread_at_a_time() -> None:
         thread.start()
         thread.join()
         assert refused == []
+
+
+def test_a_model_does_not_keep_experts_that_an_operator_holds_in_its_own_form() -> None:
+    with LLM("tiny", EngineConfig(device="cpu")) as llm:
+        model = llm.engine.runner.model
+        assert all(layer.moe is None for layer in model.weights.layers)
+        assert all(block.weights.moe is None for block in model.blocks)
+        assert all(block.moe_weights for block in model.blocks)

@@ -57,7 +57,7 @@ class SyntheticWeights:
     def make(self) -> ModelWeights:
         """All weights of the rank."""
         config = self.config
-        layers = tuple(self._layer(layer) for layer in config.layers[: self.share.num_layers])
+        layers = [self._layer(layer) for layer in config.layers[: self.share.num_layers]]
         vocabulary = (config.vocab_size, config.hidden_size)
         head = self.normal(*vocabulary, gain=config.hidden_size**-0.5, dtype=torch.float32)
         return ModelWeights(self.normal(*vocabulary), head, self._ones(config.hidden_size), layers)

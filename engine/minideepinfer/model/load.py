@@ -45,7 +45,7 @@ class WeightLoader:
             progress(layer.layer_id, self.config.num_hidden_layers)
             layers.append(self._layer(layer))
         progress(self.config.num_hidden_layers, self.config.num_hidden_layers)
-        return ModelWeights(embed, self._float("head.weight"), self._float("norm.weight"), tuple(layers))
+        return ModelWeights(embed, self._float("head.weight"), self._float("norm.weight"), layers)
 
     def _stored(self, name: str) -> Tensor:
         return self.checkpoint.tensor(name).to(self.device)

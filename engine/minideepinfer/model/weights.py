@@ -81,22 +81,22 @@ class EngramWeights:
 
 @dataclass(frozen=True, eq=False)
 class LayerWeights:
-    """One block."""
+    """One block; `moe` is None once an operator has brought it into its own form."""
 
     attn_norm: Tensor
     ffn_norm: Tensor
     hc_attn: HyperConnectionWeights
     hc_ffn: HyperConnectionWeights
     attention: AttentionWeights
-    moe: MoeWeights
+    moe: MoeWeights | None
     engram: EngramWeights | None
 
 
 @dataclass(frozen=True, eq=False)
 class ModelWeights:
-    """The text model: `embed` `[vocab, H]` as stored, `head` float32 `[vocab, H]`, `norm` float32 `[H]`."""
+    """The text model: `embed` `[vocab, H]` as stored, `head` float32 `[vocab, H]`, `norm` float32 `[H]`; its blocks."""
 
     embed: Tensor
     head: Tensor
     norm: Tensor
-    layers: tuple[LayerWeights, ...]
+    layers: list[LayerWeights]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,18 +31,21 @@ def assemble(
     builder: OperatorBuilder,
     dtype: torch.dtype,
     comm: CommOperator | None = None,
+    keep_weights: bool = False,
 ) -> TextModel:
     """Build the operators of a plan and give every block its own.
 
     Args:
         config: the model's facts.
         engine: precision switches.
-        weights: of the whole text model, or of its first layers.
+        weights: of the whole text model, or of its first layers; layers lose their `moe`, of which an operator may have
+            made a copy in its own form, before the next one is transformed.
         cache: where layers keep what outlives a step.
         plan: which operator serves what.
         builder: builds each distinct one once.
         dtype: compute dtype.
         comm: used in place of the plan's comm operator, by benchmarks that make the other ranks up.
+        keep_weights: leave `moe` in the layers, for tests that look at what was loaded.
 
     Raises:
         PluginError: an operator's code cannot be imported or built.
@@ -49,8 +53,11 @@ def assemble(
     parts = _Parts(config, engine, cache, plan, builder, comm)
     sites = [parts.sites(w) for w in weights.layers]
     following = [None if w.engram else first for (first, _), w in zip(sites, weights.layers, strict=True)][1:]
-    each_layer = zip(config.layers, weights.layers, sites, [*following, None], strict=False)
-    blocks = [parts.block(*layer) for layer in each_layer]
+    blocks = []
+    for index, (own, behind) in enumerate(zip(sites, [*following, None], strict=True)):
+        blocks.append(parts.block(config.layers[index], weights.layers[index], own, behind))
+        if not keep_weights:
+            weights.layers[index] = replace(weights.layers[index], moe=None)
     return TextModel(config, weights, blocks, parts.mixing, dtype)
 
 
@@ -84,7 +91,7 @@ class _Parts:
         moe = self._operators("moe", layer.layer_id)
         return Block(
             layer=layer,
-            weights=weights,
+            weights=replace(weights, moe=None),
             config=self.config,
             attention=self._attention(layer, weights),
             moe=moe,

@@ -69,6 +69,7 @@ class Runner:
         clock: StageClock | None = None,
         progress: Callable[[int, int], None] = lambda done, total: None,
         registry: OperatorRegistry | None = None,
+        keep_weights: bool = False,
     ) -> None:
         """Choose operators, then read the weights.
 
@@ -78,6 +79,7 @@ class Runner:
             clock: told of the stages of every step.
             progress: called with blocks read and blocks in all.
             registry: operators to choose from; None = those of all installed plugins.
+            keep_weights: keep experts as loaded beside what operators make of them, for tests.
 
         Raises:
             CheckpointError: the checkpoint is damaged or incomplete.
@@ -103,7 +105,9 @@ class Runner:
         text = self.config.text_config
         self.cache = KVCache(text, engine_config.cache, layout, self.device)
         builder = OperatorBuilder(self.device, self.clock)
-        self.model = assemble(text, engine_config, weights, self.cache, self.plan, builder, dtype)
+        self.model = assemble(
+            text, engine_config, weights, self.cache, self.plan, builder, dtype, keep_weights=keep_weights
+        )
 
     @property
     def page_tokens(self) -> int:

@@ -117,7 +117,9 @@ def _check_dense(runner: Runner, path: Path, block: tuple[int, int]) -> None:
 
 def _check_experts(runner: Runner, path: Path) -> None:
     """The packed experts in memory are those on disk, and what a reader of 32 columns a scale decodes."""
-    experts = runner.model.weights.layers[1].moe.experts
+    moe = runner.model.weights.layers[1].moe
+    assert moe is not None  # a rehearsal keeps weights
+    experts = moe.experts
     for part, packed, exponents in (
         ("w1", experts.w13[0, 0], experts.w13_scale[0, 0]),
         ("w3", experts.w13[0, 1], experts.w13_scale[0, 1]),

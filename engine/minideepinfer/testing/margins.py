@@ -58,6 +58,7 @@ def choice_margins(
                 blocks = captured[f"layers.{config.candidate_source_layer_id}.index.candidates"]
                 scores = _restrict(scores, blocks, config.candidate_block_size)
             margins[f"{name}.index.topk_margin"] = _gap(scores, config.index_topk)
+        assert layer_weights.moe is not None, "the runner was not asked to keep weights"
         gate, bias = layer_weights.moe.gate.cpu().double(), layer_weights.moe.gate_bias.cpu().double()
         affinity = F.softplus(captured[f"{name}.ffn.in"].double() @ gate.T).sqrt() + bias
         margins[f"{name}.ffn.route_margin"] = _gap(affinity, config.num_experts_per_tok)

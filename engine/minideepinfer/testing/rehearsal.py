@@ -100,7 +100,7 @@ class Stage:
         Raises:
             OperatorError: one of them cannot serve it.
         """
-        return Runner(self.path, self.config(ops), registry=self.registry)
+        return Runner(self.path, self.config(ops), registry=self.registry, keep_weights=True)
 
     def play(
         self,

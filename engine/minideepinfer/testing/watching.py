@@ -107,6 +107,7 @@ class _Moe(_Watched):
         self.watch.choices.routing[layer] = routing
         y = self.built.run(x, weights, comm, metadata[1], routing)
         as_loaded = self.watch.runner.model.weights.layers[layer].moe
+        assert as_loaded is not None  # a rehearsal keeps weights
         return self.visited(MoeCase(self.problem, x, as_loaded, routing), y=y)["y"]
 
 

@@ -2,7 +2,7 @@
 
 One program owns one row, which stays in registers. A value that went through QDQ-FP8 (spec 3.11) is some group's scale
 times an e4m3 number; relative to the row's scale it stays exact down to 2^-6, and below that it is off by at most 2^-10
-(the row's largest value is above 224).
+(the row's largest value is above 224). Floor: the bytes of x in bfloat16 and of its codes. Not measured.
 """
 
 import triton

@@ -77,7 +77,7 @@ class PrefillResult:
 
     Attributes:
         milliseconds: of each step, in order.
-        stages: exclusive time of each stage, averaged over steps of their own.
+        stages: exclusive time and calls of each stage in one step, averaged over steps of their own.
         staged_milliseconds: the mean step while stages were timed; what timing costs shows in it.
         rows_per_expert: fewest, mean and most rows of this rank's experts, over all layers of a step.
         peak_bytes: of device memory; 0 on CPU.
@@ -181,7 +181,8 @@ class PrefillBench:
         self._clock.target = timer
         staged = [self._timed_step() for _ in range(problem.warmup)]
         self._clock.target = NoClock()
-        rows = [replace(row, milliseconds=row.milliseconds / len(staged)) for row in timer.table()]
+        count = len(staged)
+        rows = [replace(r, milliseconds=r.milliseconds / count, calls=r.calls // count) for r in timer.table()]
         peak = torch.cuda.max_memory_allocated(self.device) if cuda else 0
         return PrefillResult(milliseconds, tuple(rows), sum(staged) / len(staged), self._rows_per_expert(), peak)
 

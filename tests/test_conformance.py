@@ -15,7 +15,7 @@ import torch
 from fake_plugins import declaration
 from minideepinfer.cli.main import main
 from minideepinfer.errors import OperatorError
-from minideepinfer.operators import FAMILIES, OperatorRegistry, RegisteredOperator, Support, load_registry
+from minideepinfer.operators import FAMILIES, OperatorRegistry, Properties, RegisteredOperator, Support, load_registry
 from minideepinfer.testing.checking import check_one, check_operator, find_operators
 from minideepinfer.testing.contract import ExplicitCase
 from minideepinfer.testing.recipes.attention import AttentionRecipe
@@ -26,6 +26,7 @@ from minideepinfer.testing.search import PROFILES
 from minideepinfer.testing.subject import Subject
 from minideepinfer.testing.tensors import Guarded, PoisonedAllocations, same_bits
 from minideepinfer.testing.tolerances import conformance, with_tables
+from mutants.indexer import NAIVE as indexer_mutants
 
 ROOT = Path(__file__).parents[1]
 SMALL = replace(PROFILES["quick"], examples=3, shrink=False)
@@ -203,6 +204,21 @@ def test_dims_of_an_explicit_case_follow_the_operator(registry: OperatorRegistry
     report = check_operator(RegisteredOperator(wide, "odd", "1", "ops"), registry, SMALL)
     assert report.passed and {"A1", "A2", "A3"} <= set(report.held)
     assert report.refused
+
+
+def test_ties_without_a_promise_are_judged_by_their_scores(registry: OperatorRegistry) -> None:
+    naive, family = registry.get("indexer", "naive").declaration, conformance("indexer")
+    slices = next(mutant for mutant in indexer_mutants if mutant.name == "top-k-of-a-slice")
+    backwards = next(mutant for mutant in indexer_mutants if mutant.name == "higher-index-first")
+    promising, silent = naive, replace(naive, properties=Properties(deterministic=False))
+    for mutant, declared, status in (
+        (backwards, promising, "failed"),
+        (backwards, silent, "passed"),
+        (slices, silent, "failed"),
+    ):
+        subject = Subject(mutant.build(declared), registry, family)
+        assert check_one(subject, family.relation("I2"), SMALL, 0).status == status
+        assert subject.tally.ran
 
 
 def test_the_same_seed_draws_the_same_calls(registry: OperatorRegistry) -> None:

@@ -53,6 +53,12 @@ NAIVE = (
         ".float()",
     ),
     mutant(
+        "zeroed-only-if-padding",
+        "A2",
+        "heads.masked_fill(~keys.valid.any(1)[",
+        "heads.masked_fill((metadata.batch.positions[rows] < 0)[",
+    ),
+    mutant(
         "other-negative-index-read-as-entry-0",
         "matches-reference",
         "entries = selection.indices[rows].long()",

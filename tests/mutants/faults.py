@@ -29,7 +29,7 @@ FAULTS = {
     "scale nibble order swapped": ("moe/nibbles-swapped",),
     "E8M0 0 and 255 wrong": ("moe/exponent-0-is-zero", "moe/exponent-255-is-a-number"),
     "scale block 16 for 32": ("moe/scale-block-16-for-32",),
-    "scale exponent truncated": ("moe/exponent-truncated-to-7-bits",),
+    "scale exponent truncated": ("moe/exponent-truncated-to-7-bits", "moe/activation-scale-truncated"),
     "routing weight after bias": ("moe/bias-in-the-weights",),
     "weights not renormalised": ("moe/weights-not-normalised",),
     "gate clamp from below": ("moe/gate-clamped-from-below",),

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from minideepinfer.errors import MiniDeepInferError
+from minideepinfer.quantization import decode_fp8_blocks
 from minideepinfer.runtime.runner import Runner
 from minideepinfer.testing.contract import Violation
 from minideepinfer.testing.end_to_end import compare_in_model, nearest_model, ops_at
@@ -31,6 +32,7 @@ SHORT = ((9, 5), (1, 1))
 def l1(subject: Subject) -> None:
     """FP8 weights are decoded with the block size of the config, or refused; never guessed."""
     dtype = subject.dtypes[0]
+    _check_ragged()
     for block in BLOCKS:
         stage, places = nearest_model(subject, dtype, block)
         stage = replace(stage, path=_every_scale_its_own(stage.path), steps=SHORT)
@@ -113,6 +115,16 @@ def _check_dense(runner: Runner, path: Path, block: tuple[int, int]) -> None:
     loaded = runner.model.weights.layers[1].attention.wq_a.cpu()
     if not torch.equal(loaded.double(), codes.double() * exponents.exp2()):
         raise Violation(f"layers.1.attn.wq_a is not its codes times the scales of {block[0]} x {block[1]} blocks")
+
+
+def _check_ragged() -> None:
+    """[65, 97] with scales [3, 4], all of them different: no model has such a matrix, its decoder is asked alone."""
+    codes = (torch.arange(65 * 97) % 127).to(torch.uint8).view(65, 97)
+    scale = (118 + torch.arange(12)).to(torch.uint8).view(3, 4)
+    exponents = scale[torch.arange(65) // 32][:, torch.arange(97) // 32].double() - 127
+    decoded = decode_fp8_blocks(codes, scale, torch.float32)
+    if not torch.equal(decoded.double(), codes.view(torch.float8_e4m3fn).double() * exponents.exp2()):
+        raise Violation("a weight of 65 x 97 is not its codes times its 3 x 4 scales")
 
 
 def _check_experts(runner: Runner, path: Path) -> None:

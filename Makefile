@@ -8,7 +8,7 @@ check:  ## lint, format, types, import rules, generated docs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest tests/test_imports.py tests/test_docs.py
+	$(BIN)/pytest tests/test_imports.py tests/test_docs.py tests/test_conformance.py::test_the_page_is_current
 
 test:  ## the default suite; `$(BIN)/pytest -m thorough` runs the heavier profiles
 	$(BIN)/pytest

@@ -91,6 +91,27 @@ def test_an_unknown_operator_is_refused() -> None:
         PrefillBench(ModelConfig.from_file(TINY), EngineConfig(device="cpu", ops={"moe": "nonesuch"}), PRESETS["tiny"])
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--layers", "0"], "num_layers is 0; at least 1 is needed"),
+        (["--layers", "-1"], "num_layers is -1; at least 1 is needed"),
+        (["--layers", "99"], "num_layers is 99; the model has 12"),
+        (["--steps", "0"], "steps is 0; at least 1 is needed"),
+        (["--steps", "-1"], "steps is -1; at least 1 is needed"),
+        (["--output", "/nonesuch/record.json"], "--output /nonesuch/record.json: cannot be written (No such file"),
+        (["--output", "/"], "--output /: cannot be written (Is a directory)"),
+    ],
+)
+def test_impossible_arguments_are_refused_before_anything_is_measured(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "prefill", "--preset", "tiny", *arguments]) == 1
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert not printed.out
+
+
 def test_the_command_prints_and_keeps_a_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "record.json"
     code = main(["bench", "prefill", "--preset", "tiny", "--layers", "3", "--replay", "bounded", "--output", str(file)])

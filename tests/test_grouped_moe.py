@@ -169,3 +169,17 @@ def test_the_twin_computes_the_naive_sum(quantization: str, routing: str) -> Non
     difference = (y - expected)[case.local_rows()].norm()
     assert difference <= 6e-3 * expected[case.local_rows()].norm()
     assert not y[~case.local_rows()].any()
+
+
+@pytest.mark.parametrize("quantization", ["none", "released"])
+@pytest.mark.parametrize("value", [float("inf"), -float("inf"), float("nan")])
+def test_what_is_not_finite_does_not_become_a_number(value: float, quantization: str) -> None:
+    recipe = MoeRecipe(3, "bfloat16", quantization, 128, 128, 3, 3, topk=2, routing="one")
+    case = recipe.build()
+    operator = fused.build(context(case.problem))
+    right = case.run(operator, SingleComm())
+    case.x[1, 3] = value
+    wrong = case.run(operator, SingleComm())
+    assert wrong[1].isnan().all() and right.isfinite().all()
+    assert same_bits(wrong[[0, 2]], right[[0, 2]])
+    assert case.run(naive.build(context(case.problem)), SingleComm())[1].isnan().all()

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 from fake_plugins import declaration
-from minideepinfer import LLM, EngineConfig, SamplingParams
+from minideepinfer import LLM, EngineConfig, SamplingParams, operators
 from minideepinfer.errors import MiniDeepInferError, OperatorError, PluginError
 from minideepinfer.operators import RegisteredOperator, load_registry
 from minideepinfer.operators.build import _function
+from minideepinfer.operators.families import FAMILIES, METHODS
 from minideepinfer.operators.placed import Placed, unplaced
 from minideepinfer.runtime import runner
 from minideepinfer.testing.checking import FAILED, check_one
@@ -95,6 +96,23 @@ def test_build_is_told_with_its_operator(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(runner, "load_registry", lambda ignore: including(REGISTRY, odd))
     with pytest.raises(PluginError, match=r"moe:odd \(acme-ops 0\.3\) failed to build: ValueError: no compiler"):
         LLM("tiny", EngineConfig(ops={"moe": "odd"}))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_built_must_have_the_methods_of_its_family(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
+    monkeypatch.setitem(globals(), "build", lambda context: None)
+    odd = RegisteredOperator(declaration("odd", family, build=f"{__name__}:build"), "acme-ops", "0.3", "ops")
+    monkeypatch.setattr(runner, "load_registry", lambda ignore: including(REGISTRY, odd))
+    with pytest.raises(PluginError) as caught:
+        LLM("tiny", EngineConfig(ops={family: "odd"}))
+    text = f"{family}:odd (acme-ops 0.3): build returned NoneType, which has no method {', '.join(METHODS[family])}"
+    assert str(caught.value) == text
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_methods_of_a_family_are_those_of_its_protocol(family: str) -> None:
+    protocol = getattr(operators, f"{family.capitalize()}Operator")
+    assert sorted(METHODS[family]) == sorted(name for name in vars(protocol) if not name.startswith("_"))
 
 
 @pytest.mark.parametrize(

@@ -65,3 +65,18 @@ def test_settings_change_the_file_in_order(tmp_path: Any, capsys: pytest.Capture
     assert "ops.attention is 'naive', not a table" in capsys.readouterr().err
     assert main(["config", "show", "--set", "cache.pages=9"]) == 1
     assert "cache.pages: unknown key" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--seed", "-1"], 1, "--seed -1: a number from 0 to 2**32 - 1 is needed"),
+        (["--seed", "99999999999999999999"], 1, "a number from 0 to 2**32 - 1 is needed"),
+        (["--plan", "moe=fused,moe=naive"], 2, "names a family twice"),
+    ],
+)
+def test_check_refuses_impossible_arguments(
+    arguments: list[str], code: int, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["ops", "check", "comm:single", *arguments]) == code
+    assert message in capsys.readouterr().err

@@ -60,8 +60,8 @@ class _Changed(NaiveAttention):
         super().__init__(problem)
         self.output = output
 
-    def run(self, *arguments: Any) -> torch.Tensor:
-        heads = super().run(*arguments)
+    def run(self, *arguments: Any, **keywords: Any) -> torch.Tensor:
+        heads = super().run(*arguments, **keywords)
         return {"exact": heads, "rounded": heads.bfloat16().to(heads.dtype), "wrong": heads * 1.5}[self.output]
 
 

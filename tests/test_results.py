@@ -37,6 +37,8 @@ def llm() -> Any:
         ("attention", 3, lambda o: o.flatten(1), r"\[4, 512\] in torch.float32; \[4, 8, 64\]"),
         ("attention", 0, lambda o: o.double(), "torch.float64"),
         ("attention", 0, lambda o: None, "returned NoneType"),
+        ("attention", 0, lambda o: o.to("meta"), r"\[4, 8, 64\] in torch.float32 on meta; .* on cpu is needed"),
+        ("moe", 5, lambda o: o.to_sparse(), "returned sparse"),
         ("moe", 5, lambda o: o[:, :1], r"moe operator of layers.5 \(prefill\) returned \[4, 1\]"),
         ("moe", 5, lambda o: o.bfloat16(), "torch.bfloat16"),
         ("indexer", 2, lambda o: (o.selection, None), "indexer of layers.2 .* returned tuple"),
@@ -64,6 +66,7 @@ def test_a_wrong_result_is_named(
         ("enter", lambda entered: entered._replace(site=None), "returned NoneType"),
         ("enter", lambda entered: entered.x, "returned Tensor; an Entered is needed"),
         ("mix", lambda streams: streams.double(), "torch.float64"),
+        ("mix", lambda streams: streams.to("meta"), "on meta"),
         ("collapse", lambda x: x[:, :1], r"returned \[4, 1\]"),
     ],
 )
@@ -74,4 +77,21 @@ def test_a_wrong_residual_result_is_named(
     right = getattr(operator, method)
     monkeypatch.setattr(operator, method, lambda *arguments: change(right(*arguments)))
     with pytest.raises(OperatorError, match=words):
+        llm.forward([[0, 396, 739, 23]])
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda rows: None, "returned NoneType"),
+        (lambda rows: rows[:1], r"returned \[1, "),
+        (lambda rows: rows.double(), "torch.float64"),
+        (lambda rows: rows.to("meta"), "on meta"),
+    ],
+)
+def test_wrong_rows_of_a_table_are_named(llm: LLM, change: Any, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    comm = llm.engine.runner.model.blocks[0].comm
+    right = comm.fetch_rows
+    monkeypatch.setattr(comm, "fetch_rows", lambda *arguments: change(right(*arguments)))
+    with pytest.raises(OperatorError, match=rf"comm operator \(fetch_rows\).*{words}"):
         llm.forward([[0, 396, 739, 23]])

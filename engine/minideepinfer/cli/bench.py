@@ -6,9 +6,10 @@ import argparse
 import json
 import statistics
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from minideepinfer.cli.options import add_engine_options, engine_config
+from minideepinfer.errors import ConfigError
 
 if TYPE_CHECKING:
     from minideepinfer.measure.prefill import PrefillBench, PrefillResult
@@ -40,15 +41,25 @@ def _prefill(args: argparse.Namespace) -> int:
     name = {"v41-rank": "config.full.json", "tiny": "config.tiny.json"}[args.preset]
     config = ModelConfig.from_file(Path(str(resources.files("minideepinfer") / "data" / name)))
     problem = replace(PRESETS[args.preset], num_layers=args.layers)
-    if args.steps:
+    if args.steps is not None:
         problem = replace(problem, steps=args.steps)
+    if args.output:
+        _open(args.output, "a").close()  # what cannot be written is better known before minutes of measuring
     bench = PrefillBench(config, engine_config(args), problem)
     print("\n".join(header(bench)), flush=True)
     result = bench.run()
     print("\n".join(lines(bench, result)))
     if args.output:
-        Path(args.output).write_text(json.dumps(record(bench, result), indent=1) + "\n", encoding="utf-8")
+        with _open(args.output, "w") as file:
+            file.write(json.dumps(record(bench, result), indent=1) + "\n")
     return 0
+
+
+def _open(path: str, mode: str) -> TextIO:
+    try:
+        return cast(TextIO, Path(path).open(mode, encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--output {path}: cannot be written ({error.strerror or error})") from None
 
 
 def header(bench: PrefillBench) -> list[str]:

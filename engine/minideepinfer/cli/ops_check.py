@@ -42,6 +42,8 @@ def _check(args: argparse.Namespace) -> int:
         os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it when a kernel's module is imported
     if args.jobs < 1:
         raise OperatorError(f"--jobs {args.jobs}: at least 1 is needed")
+    if not 0 <= args.seed < 2**32:
+        raise OperatorError(f"--seed {args.seed}: a number from 0 to 2**32 - 1 is needed")
     from minideepinfer.testing import report
     from minideepinfer.testing.checking import find_operators
     from minideepinfer.testing.parallel import check_operators
@@ -75,6 +77,8 @@ def _plan(text: str) -> dict[str, str]:
     pairs = [item.partition("=") for item in text.split(",")]
     if not all(family and name for family, _, name in pairs):
         raise argparse.ArgumentTypeError(f"{text!r} is not FAMILY=NAME,...")
+    if len({family for family, _, _ in pairs}) < len(pairs):
+        raise argparse.ArgumentTypeError(f"{text!r} names a family twice")
     return {family: name for family, _, name in pairs}
 
 

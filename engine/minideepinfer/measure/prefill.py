@@ -64,6 +64,12 @@ class PrefillProblem:
     warmup: int = 3
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        """Raises ConfigError for numbers that leave nothing to measure."""
+        for name, number in (("num_layers", self.num_layers), ("steps", self.steps), ("warmup", self.warmup)):
+            if number is not None and number < 1:
+                raise ConfigError(f"prefill benchmark: {name} is {number}; at least 1 is needed")
+
 
 PRESETS = {
     "v41-rank": PrefillProblem(context=131072, new_tokens=4096, world_size=4, engram_fraction=1 / 8),
@@ -77,7 +83,7 @@ class PrefillResult:
 
     Attributes:
         milliseconds: of each step, in order.
-        stages: exclusive time of each stage, averaged over steps of their own.
+        stages: exclusive time and calls of each stage in one step, averaged over steps of their own.
         staged_milliseconds: the mean step while stages were timed; what timing costs shows in it.
         rows_per_expert: fewest, mean and most rows of this rank's experts, over all layers of a step.
         peak_bytes: of device memory; 0 on CPU.
@@ -97,12 +103,16 @@ class PrefillBench:
         """Make weights and cache, and route the rows of the other ranks.
 
         Raises:
-            ConfigError: the experts cannot be shared evenly, or the machine lacks the device.
+            ConfigError: layers, ranks or device do not fit the model or the machine.
             OperatorError: a chosen operator cannot serve the rank's problem.
         """
         text = model_config.text_config
         if text.n_routed_experts % problem.world_size:
             raise ConfigError(f"{text.n_routed_experts} experts cannot be shared by {problem.world_size} ranks evenly")
+        if (problem.num_layers or 0) > text.num_hidden_layers:
+            raise ConfigError(
+                f"prefill benchmark: num_layers is {problem.num_layers}; the model has {text.num_hidden_layers}"
+            )
         self.problem, self.config = problem, text
         self.device = resolve_device(engine_config)
         self.dtype_name = resolve_dtype(engine_config, self.device.type)
@@ -122,7 +132,7 @@ class PrefillBench:
         problem, text = self.problem, self.config
         dtype = getattr(torch, self.dtype_name)
         share = Share(
-            num_layers=min(problem.num_layers or text.num_hidden_layers, text.num_hidden_layers),
+            num_layers=problem.num_layers or text.num_hidden_layers,
             num_experts=text.n_routed_experts // problem.world_size,
             engram_rows=int(max(text.engram_num_embeddings) / problem.world_size * problem.engram_fraction),
         )
@@ -181,7 +191,8 @@ class PrefillBench:
         self._clock.target = timer
         staged = [self._timed_step() for _ in range(problem.warmup)]
         self._clock.target = NoClock()
-        rows = [replace(row, milliseconds=row.milliseconds / len(staged)) for row in timer.table()]
+        count = len(staged)
+        rows = [replace(r, milliseconds=r.milliseconds / count, calls=r.calls // count) for r in timer.table()]
         peak = torch.cuda.max_memory_allocated(self.device) if cuda else 0
         return PrefillResult(milliseconds, tuple(rows), sum(staged) / len(staged), self._rows_per_expert(), peak)
 

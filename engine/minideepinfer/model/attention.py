@@ -118,7 +118,7 @@ class AttentionLayer:
                 metadata=step.prepared(operator, batch),
             )
             who = f"the attention operator of {self.name} ({batch.phase})"
-            outputs.append(checked(heads, parts[0].shape, q.dtype, who))
+            outputs.append(checked(heads, parts[0].shape, q.dtype, q.device, who))
         return torch.cat(outputs) if outputs else torch.empty_like(q)
 
     def _select(self, x: Tensor, qr: Tensor, cos: Tensor, sin: Tensor, rows: Rows, step: Step) -> None:
@@ -158,9 +158,21 @@ class AttentionLayer:
         if not isinstance(output, IndexerOutput):
             raise OperatorError(f"{who} returned {type(output).__name__}; an IndexerOutput is needed")
         if isinstance(output.selection, Selection):
-            checked(output.selection.indices, (batch.num_tokens, self.config.index_topk), torch.int32, who)
+            checked(
+                output.selection.indices,
+                (batch.num_tokens, self.config.index_topk),
+                torch.int32,
+                batch.positions.device,
+                who,
+            )
         if self.layer.is_candidate_source:
-            checked(output.candidates, (batch.num_tokens, self.config.candidate_topk_blocks), torch.int32, who)
+            checked(
+                output.candidates,
+                (batch.num_tokens, self.config.candidate_topk_blocks),
+                torch.int32,
+                batch.positions.device,
+                who,
+            )
         return output
 
     def _project(self, heads: Tensor) -> Tensor:

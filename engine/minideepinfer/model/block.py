@@ -137,7 +137,7 @@ class Block:
         with step.clock.stage("experts"):
             metadata = step.prepared(operator, rows.batches)
             output = operator.run(x, weights, self.comm, metadata, routing)
-        output = checked(output, x.shape, x.dtype, f"the moe operator of {self.name} ({rows.phase})")
+        output = checked(output, x.shape, x.dtype, x.device, f"the moe operator of {self.name} ({rows.phase})")
         self.record(step, "ffn.out", output, rows)
         return output
 

@@ -9,6 +9,7 @@ from minideepinfer.config import TextConfig
 from minideepinfer.model.linear import quantized_linear
 from minideepinfer.model.weights import EngramWeights
 from minideepinfer.operators import CommOperator
+from minideepinfer.operators.results import checked
 from minideepinfer.quantization import decode_fp8_rows
 
 
@@ -28,12 +29,16 @@ def engram_values(
         `[T, S + 1, H]`: a key for each stream, then the value.
     """
     ids = row_ids.flatten()
-    codes = comm.fetch_rows(weights.table, ids)
-    scales = comm.fetch_rows(weights.table_scale, ids)
+    codes, scales = (_fetched(table, ids, comm) for table in (weights.table, weights.table_scale))
     memory = decode_fp8_rows(codes, scales, dtype).view(*row_ids.shape, codes.shape[-1]).flatten(1)
     projected = quantized_linear(memory, weights.wkv, activation_quantization)
     streams, width = weights.q_weight.shape
     return projected.view(len(row_ids), streams + 1, width)
+
+
+def _fetched(table: Tensor, ids: Tensor, comm: CommOperator) -> Tensor:
+    rows = comm.fetch_rows(table, ids)
+    return checked(rows, (len(ids), table.shape[1]), table.dtype, ids.device, "the comm operator (fetch_rows)")
 
 
 def inject(streams: Tensor, values: Tensor, weights: EngramWeights, config: TextConfig) -> Tensor:

@@ -48,24 +48,24 @@ class HyperConnections:
         """Behind a sublayer whose next site does not follow at once: the streams; see `ResidualOperator.mix`."""
         streams = before.streams
         mixed = self.operators[phase].mix(streams, output, before.site)
-        return checked(mixed, streams.shape, streams.dtype, _who(phase))
+        return checked(mixed, streams.shape, streams.dtype, streams.device, _who(phase))
 
     def collapse(self, streams: Tensor, pre: Tensor, phase: Phase) -> Tensor:
         """What leaves the last block, `[T, H]`; see `ResidualOperator.collapse`."""
         collapsed = self.operators[phase].collapse(streams, pre, None)
-        return checked(collapsed, streams[:, 0].shape, streams.dtype, _who(phase))
+        return checked(collapsed, streams[:, 0].shape, streams.dtype, streams.device, _who(phase))
 
 
 def _checked(entered: Entered, like: Tensor, phase: Phase) -> Entered:
     (tokens, streams, hidden), who = like.shape, _who(phase)
     if not isinstance(entered, Entered):
         raise OperatorError(f"{who} returned {type(entered).__name__}; an Entered is needed")
-    checked(entered.streams, like.shape, like.dtype, who)
-    checked(entered.x, (tokens, hidden), like.dtype, who)
+    checked(entered.streams, like.shape, like.dtype, like.device, who)
+    checked(entered.x, (tokens, hidden), like.dtype, like.device, who)
     site = entered.site
-    checked(getattr(site, "pre", None), (tokens, streams), torch.float32, who)
-    checked(getattr(site, "post", None), (tokens, streams), torch.float32, who)
-    checked(getattr(site, "comb", None), (tokens, streams, streams), torch.float32, who)
+    checked(getattr(site, "pre", None), (tokens, streams), torch.float32, like.device, who)
+    checked(getattr(site, "post", None), (tokens, streams), torch.float32, like.device, who)
+    checked(getattr(site, "comb", None), (tokens, streams, streams), torch.float32, like.device, who)
     return entered
 
 

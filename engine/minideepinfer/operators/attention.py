@@ -12,7 +12,10 @@ if TYPE_CHECKING:
 
 
 class AttentionOperator(Protocol):
-    """A built attention operator (spec 3.8). Axes: T rows, H heads, D = head_dim, C = rope_dim / 2."""
+    """A built attention operator (spec 3.8). Axes: T rows, H heads, D = head_dim, C = rope_dim / 2.
+
+    What outlives a step (the cache's tensors, `sink`) is contiguous; other tensors may have any strides.
+    """
 
     def prepare(self, batch: Batch) -> Any:
         """Turn one batch into launch metadata, once for all layers. The only place for host work.

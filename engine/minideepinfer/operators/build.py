@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from minideepinfer.errors import MiniDeepInferError, PluginError
 from minideepinfer.operators.context import BuildContext, NoClock, StageClock
+from minideepinfer.operators.families import METHODS
 from minideepinfer.operators.plan import PlannedOperator
 from minideepinfer.operators.problem import Problem
 from minideepinfer.operators.registry import RegisteredOperator
@@ -28,7 +29,7 @@ class OperatorBuilder:
         """The operator object for a choice; the same object for an equal one.
 
         Raises:
-            PluginError: its code cannot be imported or its `build` failed; names the distribution.
+            PluginError: its code cannot be imported, or `build` failed or returned no operator; names the distribution.
         """
         key = (planned.registered, planned.problem, planned.options.model_dump_json())
         if key not in self._built:
@@ -48,16 +49,21 @@ def build(planned: PlannedOperator, device: torch.device, clock: StageClock | No
         What the declaration's `build` returns for a `BuildContext`.
 
     Raises:
-        PluginError: its code cannot be imported or its `build` failed; names the distribution.
+        PluginError: its code cannot be imported, or `build` failed or returned no operator; names the distribution.
     """
     function = _function(planned.registered)
     context = BuildContext(planned.problem, planned.options, device, clock or NoClock())
     try:
-        return function(context)
+        built = function(context)
     except MiniDeepInferError:
         raise
     except (Exception, SystemExit) as error:
         raise PluginError(f"{planned.registered.title} failed to build: {type(error).__name__}: {error}") from error
+    registered = planned.registered
+    if missing := [m for m in METHODS[registered.declaration.family] if not callable(getattr(built, m, None))]:
+        what = type(built).__name__
+        raise PluginError(f"{registered.title}: build returned {what}, which has no method {', '.join(missing)}")
+    return built
 
 
 def _function(operator: RegisteredOperator) -> Callable[[BuildContext], Any]:

@@ -5,3 +5,12 @@ FAMILIES: tuple[str, ...] = ("attention", "indexer", "moe", "comm", "residual")
 
 BITWISE = ("comm",)
 """Families whose results are compared bit by bit, so that no tolerance applies."""
+
+METHODS: dict[str, tuple[str, ...]] = {
+    "attention": ("prepare", "run"),
+    "indexer": ("prepare", "run"),
+    "moe": ("transform_weights", "prepare", "route", "run"),
+    "comm": ("all_gather", "reduce_scatter", "dispatch", "combine", "fetch_rows"),
+    "residual": ("transform_weights", "enter", "advance", "mix", "collapse"),
+}
+"""What a built operator of a family can do: the methods of its protocol."""

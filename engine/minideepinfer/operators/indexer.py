@@ -12,7 +12,10 @@ if TYPE_CHECKING:
 
 
 class IndexerOperator(Protocol):
-    """A built indexer (spec 3.6, 3.7). Axes: T rows, h index heads, d = index head_dim, K = topk."""
+    """A built indexer (spec 3.6, 3.7). Axes: T rows, h index heads, d = index head_dim, K = topk.
+
+    `index_keys` are contiguous; other tensors may have any strides.
+    """
 
     def prepare(self, batch: Batch) -> Any:
         """Turn one batch into launch metadata, once for all layers with this problem."""

@@ -10,7 +10,7 @@ moved by its family's bound with random signs: what errors of legal size do to t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from torch import Tensor
 from minideepinfer.config import EngineConfig
 from minideepinfer.model.step import Forced
 from minideepinfer.operators import TOKEN_INDICES, OperatorRegistry
-from minideepinfer.operators.plan import PlanKey
+from minideepinfer.operators.plan import PlanKey, PlannedOperator
 from minideepinfer.runtime.request import Request
 from minideepinfer.runtime.runner import Runner
 from minideepinfer.runtime.scheduler import ScheduledRequest
@@ -32,6 +32,7 @@ from minideepinfer.testing.margins import is_close
 from minideepinfer.testing.recipes.attention import AttentionCase
 from minideepinfer.testing.recipes.moe import MoeCase
 from minideepinfer.testing.recipes.residual import ResidualCase
+from minideepinfer.testing.variants import own_tolerance
 from minideepinfer.testing.watching import Watch
 
 STEPS = ((11, 0), (8, 9), (1, 1), (3, 7), (1, 1))
@@ -155,7 +156,8 @@ class Rehearsal:
     ops: Mapping[str, Any]
     measure: Callable[[Tensor, Tensor, str], None]
     visit: Callable[[PlanKey, Any], None] = lambda *_: None
-    _moved: set[PlanKey] = field(default_factory=set)
+    _moved: dict[PlanKey, float] = field(default_factory=dict)
+    """Where another operator than the reference serves, with that operator's own factor on the bound."""
     _bounds: list[Outputs] = field(default_factory=list)
     _unclear: list[bool] = field(default_factory=list)
 
@@ -168,7 +170,11 @@ class Rehearsal:
         """
         reference, runner = self.stage.runner(self.reference), self.stage.runner(self.ops)
         plan, expected_plan = runner.plan.operators, reference.plan.operators
-        self._moved = {key for key in plan if plan[key].registered is not expected_plan[key].registered}
+        self._moved = {
+            key: _slack(planned)
+            for key, planned in plan.items()
+            if planned.registered is not expected_plan[key].registered
+        }
         watch = Watch(reference, self._note)
         choices, expected = self.stage.play(reference, watch, begin=lambda: self._unclear.append(False))
         imposed, steps = choices, len(expected)
@@ -191,7 +197,8 @@ class Rehearsal:
         if place[0] == "indexer":
             self._unclear[-1] |= any(is_close(case, row) for row in range(len(case.q)))
         if place[0] in BOUNDS and place in self._moved:
-            self._bounds.append(BOUNDS[place[0]](case, outputs))
+            slack = self._moved[place]
+            self._bounds.append({name: slack * bound for name, bound in BOUNDS[place[0]](case, outputs).items()})
         return outputs
 
     def _bound_of_logits(self, choices: Sequence[Forced], expected: Sequence[Tensor]) -> list[Tensor]:
@@ -205,10 +212,15 @@ class Rehearsal:
         return largest
 
 
+def _slack(planned: PlannedOperator) -> float:
+    row = own_tolerance(planned.registered.declaration, planned.problem.dtype, planned.options)
+    return 1.0 if row is None else row.factor
+
+
 class _Mover:
     """Moves results by their bounds, in the order of the calls."""
 
-    def __init__(self, moved: set[PlanKey], bounds: Sequence[Outputs], seed: int) -> None:
+    def __init__(self, moved: Container[PlanKey], bounds: Sequence[Outputs], seed: int) -> None:
         self.moved, self.bounds = moved, iter(bounds)
         self.generator = torch.Generator().manual_seed(seed)
 

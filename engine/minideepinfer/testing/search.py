@@ -10,7 +10,7 @@ from typing import Any
 import hypothesis
 from hypothesis import HealthCheck, Phase, Verbosity
 
-from minideepinfer.testing.contract import Conformance, Crash, Refused, Relation, Violation
+from minideepinfer.testing.contract import Conformance, Crash, Refused, Relation, Unavailable, Violation
 from minideepinfer.testing.subject import Subject
 
 
@@ -83,7 +83,7 @@ def judging(subject: Subject) -> Iterator[None]:
     """What the kit itself trips over inside, e.g. rows that are missing, is a `Crash` of the operator too."""
     try:
         yield
-    except (Violation, Crash, Refused):
+    except (Violation, Crash, Refused, Unavailable):
         raise
     except Exception as error:
         what = f"what {subject.registered.title} returned cannot be judged: {type(error).__name__}: {error}"

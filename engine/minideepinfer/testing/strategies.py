@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from hypothesis import strategies as st
 
@@ -56,12 +58,12 @@ def attention_recipes(dtypes: tuple[str, ...] = BOTH) -> st.SearchStrategy[Atten
 
 def indexer_recipes(dtypes: tuple[str, ...] = BOTH) -> st.SearchStrategy[IndexerRecipe]:
     """Any legal indexer call; half of them made of so few different numbers that ties are everywhere."""
-    return st.builds(
+    drawn = st.builds(
         IndexerRecipe,
         batch=batches(),
         dtype=st.sampled_from(dtypes),
         num_heads=st.integers(1, 4),
-        head_dim=st.sampled_from([4, 16, 16, 24, 5]),
+        head_dim=st.sampled_from([4, 16, 16, 24, 5, 32, 64]),
         compress_ratio=st.sampled_from([1, 2]),
         topk=st.integers(1, 12),
         role=st.sampled_from(ROLES),
@@ -71,9 +73,11 @@ def indexer_recipes(dtypes: tuple[str, ...] = BOTH) -> st.SearchStrategy[Indexer
         positive_weights=st.booleans(),
         q_amplitude=st.sampled_from([1.0, 1.0, 1e15, 1e-20]),
         key_amplitude=st.sampled_from([1.0, 1.0, 1e15, 1e-39]),
+        kv_quantization=st.sampled_from(["none", "released"]),
         named=st.sampled_from(["any", "any", "none", "all"]),
         seed=SEEDS,
     )
+    return drawn.map(lambda recipe: replace(recipe, kv_quantization="none") if recipe.head_dim % 32 else recipe)
 
 
 @st.composite

@@ -24,7 +24,7 @@ from minideepinfer.operators import (
 )
 from minideepinfer.operators.build import build
 from minideepinfer.operators.support import obstacles
-from minideepinfer.testing.contract import Conformance, Crash, Outputs, Refused, Violation
+from minideepinfer.testing.contract import Conformance, Crash, Outputs, Refused, Unavailable, Violation
 from minideepinfer.testing.ranks import RankComm, World
 from minideepinfer.testing.tensors import map_tensors, same_bits
 from minideepinfer.testing.variants import own_tolerance, plain, with_options
@@ -316,7 +316,7 @@ def crashing(registered: RegisteredOperator) -> Iterator[None]:
     """Whatever an operator's code raises inside becomes a `Crash` that names it."""
     try:
         yield
-    except (Violation, Refused, Crash):
+    except (Violation, Refused, Unavailable, Crash):
         raise
     except (Exception, SystemExit) as error:
         raise Crash(f"{registered.title} raised {type(error).__name__}: {error}") from error

@@ -95,7 +95,7 @@ class SparseAttention:
     """See `AttentionOperator`; for many rows.
 
     Windows are copied into one buffer and selections turned into rows of the pool, both small beside the rest; a kernel
-    then walks them. At `GLUON_SIZES` that is a Gluon kernel, elsewhere and where Triton is interpreted its twin.
+    then walks them. At `GLUON_SIZES` on Hopper that is a Gluon kernel, elsewhere and where Triton is interpreted its twin.
     """
 
     def __init__(self, problem: AttentionProblem, device: torch.device) -> None:
@@ -104,7 +104,8 @@ class SparseAttention:
         self._attend: Callable[..., Tensor] = sparse_attention
         self.form = FORM
         sizes = problem.num_heads, problem.head_dim, problem.rope_dim, problem.sliding_window
-        if sizes == GLUON_SIZES and problem.dtype == "bfloat16" and not interpreting():
+        suits = sizes == GLUON_SIZES and problem.dtype == "bfloat16" and problem.capability == (9, 0)
+        if suits and not interpreting():
             from minideepinfer_attention.sparse_gluon import sparse_prefill
 
             self._attend, self.form = sparse_prefill, "gluon"

@@ -84,11 +84,11 @@ class FusedIndexer:
 
 
 def _suits_gluon(problem: IndexerProblem, fp8: bool) -> bool:
-    """Whether queries and keys fit shared memory and come in boxes that the copy engine takes.
+    """Whether this is Hopper, and queries and keys fit shared memory and come in boxes that the copy engine takes.
 
     Boxes are of 16 entries at least, a multiple of 16 bytes each.
     """
-    if problem.uses_candidates or problem.num_heads > 256 or problem.head_dim > 128:
+    if problem.capability != (9, 0) or problem.uses_candidates or problem.num_heads > 256 or problem.head_dim > 128:
         return False
     if fp8:
         return problem.head_dim % 16 == 0

@@ -162,8 +162,9 @@ def _unit(width: int) -> int:
 def _tiling(rows: int, dtype: torch.dtype, outputs: int, columns: int) -> Tiling:
     """A tiling for a tile height.
 
-    Two warps are too few for `wgmma`: Triton 3.6 leaves one of the two products of an iteration in flight while its
-    left operand's registers are written again, and sums come out wrong.
+    Two warps are too few for `wgmma`. With more, sums of Triton 3.6 came out wrong and changed from run to run. It is
+    suspected, not shown, that one of the two products of an iteration is in flight while its left operand's registers
+    are written again.
     """
     if interpreting():  # its time goes by operations, not by elements
         return Tiling(128 if outputs > 32 else 32, 128 if columns > 32 else 32, 2, 1)

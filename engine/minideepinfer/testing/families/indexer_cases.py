@@ -44,6 +44,9 @@ EDGES = (
     IndexerRecipe(BatchRecipe((7,), (9,), page_tokens=16), compress_ratio=2, role="source", candidate_block_size=2),
     IndexerRecipe(BatchRecipe((1, 2, 1), (7, 15, 8)), num_heads=2, topk=6),  # ends of pages
     IndexerRecipe(BatchRecipe((2, 3), (5, 8)), compress_ratio=2, num_heads=2, head_dim=5, topk=4),
+    IndexerRecipe(_LONG, num_heads=3, head_dim=32, topk=6, kv_quantization="released"),
+    IndexerRecipe(_LONG, role="source", num_heads=2, head_dim=64, numbers="few", kv_quantization="released"),
+    IndexerRecipe(_THREE, role="reindex", head_dim=32, candidate_topk_blocks=6, kv_quantization="released"),
     IndexerRecipe(_LONG, role="reindex", named="none"),
     IndexerRecipe(_LONG, role="reindex", named="all", candidate_topk_blocks=20, topk=9, numbers="few", num_heads=2),
     IndexerRecipe(_LONG, num_heads=3, topk=6, q_amplitude=1e15, key_amplitude=1e15),

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from minideepinfer.operators import TOKEN_INDICES, Batch, IndexerProblem
+from minideepinfer.quantization import qdq_mxfp4
 from minideepinfer.testing.recipes.batch import (
     CACHE_LAYOUTS,
     NAN,
@@ -84,6 +85,7 @@ class IndexerRecipe:
         positive_weights: whether head weights are all positive.
         q_amplitude: standard deviation of q where numbers are normal.
         key_amplitude: the same for keys.
+        kv_quantization: `released`: queries and keys are MXFP4 numbers, as in a model (head_dim a multiple of 32).
         named: which candidate blocks are given: any, with numbers that are no block's; `none`; or `all`, newest first.
         seed: of all numbers.
     """
@@ -101,6 +103,7 @@ class IndexerRecipe:
     positive_weights: bool = False
     q_amplitude: float = 1.0
     key_amplitude: float = 1.0
+    kv_quantization: str = "none"
     named: str = "any"
     seed: int = 0
 
@@ -115,7 +118,11 @@ class IndexerRecipe:
             few = torch.randint(-1, 2, shape, generator=generator).to(dtype)
             return few if self.numbers == "few" else -few.abs()
 
-        q = numbers(batch.num_tokens, self.num_heads, self.head_dim, amplitude=self.q_amplitude)
+        def vectors(*shape: int, amplitude: float) -> Tensor:
+            drawn = numbers(*shape, self.head_dim, amplitude=amplitude)
+            return qdq_mxfp4(drawn) if self.kv_quantization == "released" else drawn
+
+        q = vectors(batch.num_tokens, self.num_heads, amplitude=self.q_amplitude)
         if self.numbers == "zero":
             q = -q
         q[batch.positions < 0] = NAN
@@ -125,7 +132,7 @@ class IndexerRecipe:
         for request, pages in enumerate(batch.block_table):
             seen = visible[batch.request_ids == request].tolist()
             for entry in range(max([*seen, 0])):
-                keys[pages[entry // per_page], entry % per_page] = numbers(self.head_dim, amplitude=self.key_amplitude)
+                keys[pages[entry // per_page], entry % per_page] = vectors(amplitude=self.key_amplitude)
         head_weights = numbers(batch.num_tokens, self.num_heads)
         candidates = torch.randint(-1, 26, (batch.num_tokens, self.candidate_topk_blocks), generator=generator).int()
         if self.named == "none":
@@ -145,7 +152,7 @@ class IndexerRecipe:
     def _problem(self, batch: Batch, dtype: torch.dtype) -> IndexerProblem:
         names = ("num_heads", "head_dim", "compress_ratio", "topk", "candidate_topk_blocks", "candidate_block_size")
         return IndexerProblem(
-            **facts(dtype, batch.phase),
+            **facts(dtype, batch.phase) | {"kv_quantization": self.kv_quantization},
             **{name: getattr(self, name) for name in names},
             emits_candidates=self.role == "source",
             uses_candidates=self.role == "reindex",

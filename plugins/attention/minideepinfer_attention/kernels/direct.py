@@ -5,7 +5,7 @@ one range it writes the heads; with more, so that few tokens fill the chip, it w
 `combine_kernel` adds in the order of the ranges. Registers hold the 64 x 512 float32 sums, shared memory q (64 KiB)
 and two tiles of keys (64 KiB each). Nothing is copied or gathered before, and no table but the caller's is read.
 On one H200 at 64 x 512, 512 + 128 keys: T = 64 0.057 ms, floor 0.012 (bytes); T = 1 0.023, most of it waiting in turn
-for tables, keys and partial sums; T = 4096 2.36, see docs/findings.md.
+for tables, keys and partial sums; T = 4096 2.38, see docs/findings.md.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ channels) and the softmax, then both add the block, each into its half of the ou
 and the softmax of one block runs beside products of another.
 Shared memory, 210 KiB: q 64, two blocks of keys 64 each, two tiles of weights 8 each. Registers: of the 216 of a
 thread, 128 hold 64 x 256 float32 sums and 32 the scores.
-Floor at T = 4096, 512 + 128 keys: 0.61 ms (gathered bytes). Measured on one H200, L2 cold, inverse RoPE included:
-0.712 ms, beside 1.377 for cuBLAS 8192^3. What binds it is in docs/findings.md.
+Floor at T = 4096, 512 + 128 keys: 0.43 to 0.61 ms (gathered bytes, less what L2 holds). Measured on one H200, L2 cold,
+inverse RoPE included: 0.706 ms, beside 1.353 for cuBLAS 8192^3. What binds it is in docs/findings.md.
 """
 
 from typing import NamedTuple

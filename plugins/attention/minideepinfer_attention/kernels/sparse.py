@@ -5,7 +5,7 @@ float32 sums, shared memory q (64 KiB) and two tiles of keys (64 KiB each); row 
 Rows of number -1 are not read; their keys are zero and their weights too. Weights are taken relative to 0, without a
 running maximum; programs whose sums leave [2^-80, 2^100] say so, and `again_kernel`, which is no place to be fast, does
 their work again.
-At T = 4096, 64 x 512, 512 + 128 keys on one H200: 1.19 ms; floor 0.43 to 0.61 (gathered bytes, less what L2 holds).
+At T = 4096, 64 x 512, 512 + 128 keys on one H200: 1.20 ms; floor 0.43 to 0.61 (gathered bytes, less what L2 holds).
 """
 
 from __future__ import annotations

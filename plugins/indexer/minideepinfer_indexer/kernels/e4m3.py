@@ -4,7 +4,8 @@ A quantise-dequantised vector (MXFP4, spec 3.11) has groups of values with one m
 value lies in [256, 448], it is exact in e4m3 if the group exponents differ by at most 14; values of a group further
 down are rounded to a multiple of 2^-17 of the power of two at or below the largest.
 
-Tiling: a program converts 64 vectors in registers. Measured on one H200 for 131072 queries and 65536 keys: 0.03 ms.
+Tiling: a program converts 64 vectors in registers. Measured on one H200 for 131072 queries and 65536 keys: 0.03 ms,
+floor 0.02 (76 MB).
 """
 
 import triton

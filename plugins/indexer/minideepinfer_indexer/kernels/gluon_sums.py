@@ -1,4 +1,4 @@
-"""The warpgroups of `scoring_gluon` that multiply, sum heads and store."""
+"""The warpgroups of `scoring_gluon` that multiply, sum heads and store; its docstring has tiling, memory and times."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

@@ -4,7 +4,7 @@ Tiling: a program takes up to 8 rows x 32 heads of one request and a range of it
 the copy engine bring queries once and keys page by page into a ring of STAGES. Two warpgroups take the tiles in turn:
 each starts its products when the other has started its own, so that one sums heads while the other's products run.
 Shared memory: 64 KB of queries, 16 KB a stage; registers: 64 entries x 256 columns of products and 256 head weights.
-Floor at 4096 rows x 65536 entries: 2.20 TFLOP, 2.76 ms in bf16 and 1.46 ms in fp8 at cuBLAS rates of the same run.
+Floor at 4096 rows x 65536 entries: 2.20 TFLOP, 2.70 ms in bf16 and 1.42 ms in fp8 at cuBLAS rates of the same run.
 Measured there on one H200: 3.13 and 2.24 ms; in longer runs, where the card throttles, 3.4 to 3.5 and 2.4 to 2.5 ms.
 """
 

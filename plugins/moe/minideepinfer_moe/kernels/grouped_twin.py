@@ -38,7 +38,8 @@ def _decode(words_ptr, exponents_ptr, stage, FP8: tl.constexpr):
 @triton.jit
 def _decode_e4m3(codes):
     codes = codes.to(tl.int32)
-    return (((codes & 127) << 20) | ((codes & 128) << 24)).to(tl.float32, bitcast=True) * 1.329227995784916e36
+    numbers = (((codes & 127) << 20) | ((codes & 128) << 24)).to(tl.float32, bitcast=True) * 1.329227995784916e36
+    return tl.where((codes & 127) == 127, float("nan"), numbers)
 
 
 @triton.jit(do_not_specialize=["steps", "blocks", "width", "out_width"])

@@ -95,7 +95,8 @@ class SparseAttention:
     """See `AttentionOperator`; for many rows.
 
     Windows are copied into one buffer and selections turned into rows of the pool, both small beside the rest; a kernel
-    then walks them. At `GLUON_SIZES` on Hopper that is a Gluon kernel, elsewhere and where Triton is interpreted its twin.
+    then walks them. At `GLUON_SIZES` on Hopper that is a Gluon kernel, elsewhere and where Triton is interpreted its
+    twin.
     """
 
     def __init__(self, problem: AttentionProblem, device: torch.device) -> None:

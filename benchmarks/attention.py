@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from gpu_timing import Timing, ceilings, facts, time_calls, write_record
+from gpu_timing import ceilings, facts, graphed, in_ms, time_calls, write_record
 from minideepinfer.operators import TOKEN_INDICES, AttentionProblem, Batch, BuildContext, OperatorOptions, Selection
 from minideepinfer.operators.declaration import Phase
 from minideepinfer_attention import direct, fused, naive
@@ -202,22 +202,7 @@ def errors(
     }
 
 
-class Graphed:
-    """A call recorded in a CUDA graph. It keeps the call, whose tensors the graph reads."""
-
-    def __init__(self, call: Callable[[], Any]) -> None:
-        self._call, self._graph = call, torch.cuda.CUDAGraph()
-        call()
-        torch.cuda.synchronize()
-        with torch.cuda.graph(self._graph):
-            call()
-
-    def __call__(self) -> None:
-        """Replay it."""
-        self._graph.replay()
-
-
-def decode_calls() -> tuple[dict[str, Graphed], dict[str, int]]:
+def decode_calls() -> tuple[dict[str, Callable[[], None]], dict[str, int]]:
     """Decode of 1, 8 and 64 requests; and the bytes that each must move."""
     calls, moved = {}, {}
     for requests in (1, 8, 64):
@@ -225,15 +210,10 @@ def decode_calls() -> tuple[dict[str, Graphed], dict[str, int]]:
             for ratio in (2, 0):
                 batch, arguments = random_call([1] * requests, context, ratio, Phase.DECODE)
                 name = f"decode T={requests} context={context} ratio={ratio}"
-                calls[name] = Graphed(runner(fused, ratio, batch, arguments))
+                calls[name] = graphed(runner(fused, ratio, batch, arguments))
                 keys = WINDOW + (min(TOPK, context // ratio) if ratio else 0)
                 moved[name] = requests * ROW_BYTES * (keys + 2 * HEADS)
     return calls, moved
-
-
-def milliseconds(times: dict[str, Timing]) -> dict[str, list[float]]:
-    """20th percentile, median and 80th percentile."""
-    return {name: [round(time.low, 4), round(time.median, 4), round(time.high, 4)] for name, time in times.items()}
 
 
 def main() -> None:
@@ -261,12 +241,12 @@ def main() -> None:
         "forms": fused.build(BuildContext(problem(2, Phase.PREFILL), OperatorOptions(), DEVICE)).form,
         "before": before,
         "after": ceilings(),
-        "prefill_ms": milliseconds(times),
+        "prefill_ms": in_ms(times),
         "errors": {**sparse_errors, **window_errors},
         "naive_over_fused": {
             name: times[f"{name}: naive"].median / times[f"{name}: fused"].median for name in ("sparse", "window")
         },
-        "decode_ms": milliseconds(decode_times),
+        "decode_ms": in_ms(decode_times),
         "decode_floor_ms": {name: round(count / before["copy_tb_s"] / 1e9, 5) for name, count in moved.items()},
     }
     for group in ("prefill_ms", "decode_ms"):

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_timing import Timing, ceilings, facts, time_calls, write_record
+from gpu_timing import ceilings, facts, in_ms, time_calls, write_record
 from minideepinfer.operators import TOKEN_INDICES, Batch, IndexerProblem, Phase
 from minideepinfer.quantization import qdq_mxfp4
 from minideepinfer_indexer.fused import FusedIndexer
@@ -224,11 +224,6 @@ def shared(found: Tensor, expected: Tensor) -> float:
     """Mean part of the expected numbers that were found."""
     both = [len(set(a) & set(b)) / len(b) for a, b in zip(found.tolist(), expected.tolist(), strict=True)]
     return sum(both) / len(both)
-
-
-def in_ms(times: dict[str, Timing]) -> dict[str, list[float]]:
-    """20th percentile, median, 80th percentile."""
-    return {name: [round(time.low, 4), round(time.median, 4), round(time.high, 4)] for name, time in times.items()}
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_timing import ceilings, facts, time_calls, write_record
+from gpu_timing import ceilings, facts, graphed, in_ms, time_calls, write_record
 from minideepinfer.operators import BuildContext, MoeProblem, MoeWeights, OperatorOptions, PackedExperts, SharedExpert
 from minideepinfer.operators.declaration import Phase
 from minideepinfer_comm.single import SingleComm
@@ -76,18 +76,6 @@ def random_routing(tokens: int) -> tuple[Tensor, Tensor]:
     return ids.int(), torch.rand(tokens, TOPK, device="cuda")
 
 
-def graphed(call: Callable[[], Any]) -> Callable[[], Any]:
-    """A call recorded in a CUDA graph, so that launches from Python don't count."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph.replay
-
-
 def measure(tokens: int, weights: MoeWeights, rates: dict[str, float], quantization: str) -> dict[str, Any]:
     """Times in ms of one number of tokens, and what bounds the products."""
     context = BuildContext(problem(quantization), OperatorOptions(), torch.device("cuda"))
@@ -133,7 +121,7 @@ def measure(tokens: int, weights: MoeWeights, rates: dict[str, float], quantizat
         "floor_of_products_ms": floor,
         "products_over_floor": (times["gate_up"].median + times["down"].median) / floor,
         "naive_over_fused": times["naive, eager"].median / times["fused"].median,
-        "ms": {name: [round(time.low, 4), round(time.median, 4), round(time.high, 4)] for name, time in times.items()},
+        "ms": in_ms(times),
     }
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_timing import ceilings, facts, time_calls, write_record
+from gpu_timing import ceilings, facts, in_ms, time_calls, write_record
 from minideepinfer.operators import (
     BuildContext,
     Coefficients,
@@ -95,7 +95,7 @@ def measure(tokens: int, rates: dict[str, float]) -> dict[str, Any]:
         "over_floor": {name: times[name].median / floor for name, floor in floors.items()},
         "naive_over_fused": {n: times[f"naive {n}"].median / times[n].median for n in ("enter", "advance", "mix")},
         "error": errors(operator.advance(streams, output, site, weights, norm), (streams, output, site), raw, norm),
-        "ms": {name: [round(time.low, 4), round(time.median, 4), round(time.high, 4)] for name, time in times.items()},
+        "ms": in_ms(times),
     }
 
 

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from minideepinfer.operators import load_registry
-from minideepinfer.operators.declaration import interpreting
+from minideepinfer.operators import interpreting, load_registry
 from minideepinfer.testing.contract import Relation
 from minideepinfer.testing.families.attention import FAMILY
 from minideepinfer.testing.recipes.attention import AttentionRecipe

@@ -24,4 +24,7 @@ def test_quick_over_every_operator_that_runs_on_a_cpu() -> None:
     reports = json.loads(done.stdout)["operators"]
     assert [report["operator"].partition(" ")[0] for report in reports] == wanted
     assert all(report["calls"] > 100 for report in reports)
+    for operator, report in zip(served, reports, strict=True):
+        if "cpu" not in operator.declaration.support.devices:
+            assert set(report["forms"]) == {"triton, interpreted"}
     within_budget("ops check, profile quick, every operator that runs on a CPU", seconds)

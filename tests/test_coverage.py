@@ -11,8 +11,11 @@ from minideepinfer.config import ModelConfig
 from minideepinfer.operators import FAMILIES, OperatorRegistry, Phase, RegisteredOperator, Support, load_registry
 from minideepinfer.testing.checking import check_operator
 from minideepinfer.testing.coverage import is_built_in, packaged_configs, uncovered
+from minideepinfer.testing.recipes.indexer import IndexerRecipe
 from minideepinfer.testing.report import data, lines
 from minideepinfer.testing.search import PROFILES
+from minideepinfer.testing.subject import Subject
+from minideepinfer.testing.tolerances import conformance
 
 DATA = Path(__file__).parent / "data"
 REGISTRY: OperatorRegistry = load_registry()
@@ -58,6 +61,14 @@ def test_a_built_in_operator_that_refuses_too_much_fails() -> None:
 def test_a_strangers_operator_may_refuse_as_much_as_it_likes() -> None:
     report = check_operator(changed("acme-ops", refuses=needs_rope_8), REGISTRY, SMALL)
     assert report.passed and report.declined
+
+
+def test_what_an_option_refuses_does_not_count() -> None:
+    subject = Subject(REGISTRY.get("indexer", "fused"), REGISTRY, conformance("indexer"), "cpu", {"arithmetic": "fp8"})
+    case = IndexerRecipe().build()
+    assert subject.obstacles(case)
+    subject.count_drawn(case)
+    assert not subject.tally.drawn and not subject.tally.declined
 
 
 def test_a_phase_that_is_not_declared_does_not_count() -> None:

@@ -116,7 +116,7 @@ def test_a_report_says_which_form_ran(monkeypatch: pytest.MonkeyPatch) -> None:
     (line,) = [line for line in lines(report) if line.startswith("  form: ")]
     assert f"triton, interpreted ({report.forms['triton, interpreted']} calls)" in line
     assert data(report)["forms"] == dict(report.forms)
-    silent = check_operator(REGISTRY.get("attention", "naive"), REGISTRY, SMALL)
+    silent = check_operator(REGISTRY.get("comm", "single"), REGISTRY, SMALL)
     assert not silent.forms and not [line for line in lines(silent) if line.startswith("  form: ")]
 
 

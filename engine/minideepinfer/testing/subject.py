@@ -39,7 +39,7 @@ class Tally:
     ran: int = 0
     refused: Counter[str] = field(default_factory=Counter)
     drawn: int = 0
-    """Problems drawn, and how many of these were refused although the operator declares their phase."""
+    """Problems drawn at the default options, and how many were refused although the operator declares their phase."""
     declined: int = 0
     worst: float = 0.0
     """Largest error, in units of its bound."""
@@ -103,7 +103,9 @@ class Subject:
         return self.registered.declaration.support.dtypes
 
     def count_drawn(self, case: Any) -> None:
-        """Note that a case was drawn, and whether it is refused."""
+        """Note that a case was drawn, and whether it is refused; options are there to serve less than the defaults."""
+        if self.changes:
+            return
         self.tally.drawn += 1
         if case.problem.phase in self.registered.declaration.support.phases and self.obstacles(case):
             self.tally.declined += 1

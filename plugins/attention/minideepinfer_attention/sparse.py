@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import torch
 import triton
-from minideepinfer.operators import Batch, Selection
-from minideepinfer.operators.declaration import interpreting
+from minideepinfer.operators import Batch, Selection, interpreting
 from minideepinfer.operators.problem import AttentionProblem
 from torch import Tensor
 
@@ -26,7 +25,7 @@ def sparse_attention(
     window_rows: Tensor,
     pool: Tensor,
     pool_rows: Tensor,
-    sink: Tensor | None,
+    sink: Tensor,
     scale: float,
     out: Tensor,
     cos: Tensor | None = None,
@@ -40,7 +39,7 @@ def sparse_attention(
         window_rows: int32 `[T, W]`, row numbers in `window`; -1 = none.
         pool: `[Ng, D]` keys, in q's dtype; may have more than 2^31 elements.
         pool_rows: int32 `[T, K]`, row numbers in `pool`; -1 = none; K may be 0.
-        sink: float32 `[H]` logits, in the denominator only; None = none.
+        sink: float32 `[H]` logits, in the denominator only; -inf = none.
         scale: factor on the logits.
         out: `[T, H, D]` in q's dtype, overwritten. A token without keys is zero.
         cos: float32 `[T, C]` to rotate the last 2C channels back by (rounded before and after); None = leave them.
@@ -52,7 +51,6 @@ def sparse_attention(
     num_tokens, num_heads, dim = q.shape
     if not num_tokens:
         return out
-    sink = no_sink(num_heads, q.device) if sink is None else sink
     tile = head_tile(num_heads, dim, q.dtype)
     num_window, num_pool = window_rows.shape[1], pool_rows.shape[1]
     window_tiles = triton.cdiv(num_window, tile["BLOCK_K"])
@@ -97,7 +95,8 @@ class SparseAttention:
     """See `AttentionOperator`; for many rows.
 
     Windows are copied into one buffer and selections turned into rows of the pool, both small beside the rest; a kernel
-    then walks them. At `GLUON_SIZES` on Hopper that is a Gluon kernel, elsewhere and where Triton is interpreted its twin.
+    then walks them. At `GLUON_SIZES` on Hopper that is a Gluon kernel, elsewhere and where Triton is interpreted its
+    twin.
     """
 
     def __init__(self, problem: AttentionProblem, device: torch.device) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import Any
 
 import torch
 import triton
-from minideepinfer.operators.declaration import interpreting
+from minideepinfer.operators import interpreting
 from torch import Tensor
 
 LOG2E = math.log2(math.e)
@@ -29,8 +30,9 @@ def head_tile(num_heads: int, head_dim: int, dtype: torch.dtype) -> dict[str, An
     return {"BLOCK_H": block_h, "BLOCK_D": block_d, "BLOCK_K": 64, "num_warps": warps, "num_stages": 2}
 
 
+@cache
 def num_programs(device: torch.device) -> int:
-    """Programs that fill a device."""
+    """Programs that fill a device, one for each multiprocessor; asked once, since `run` needs it."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 

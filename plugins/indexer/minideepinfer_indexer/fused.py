@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 from minideepinfer.errors import OperatorError
-from minideepinfer.operators import Batch, BuildContext, IndexerOutput, Selection
-from minideepinfer.operators.declaration import interpreting
+from minideepinfer.operators import Batch, BuildContext, IndexerOutput, Selection, interpreting
 from minideepinfer.operators.problem import IndexerProblem
 from torch import Tensor
 

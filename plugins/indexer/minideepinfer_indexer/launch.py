@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import triton.language as tl
-from minideepinfer.operators.declaration import interpreting
+from minideepinfer.operators import interpreting
 from minideepinfer.operators.problem import IndexerProblem
 from torch import Tensor
 

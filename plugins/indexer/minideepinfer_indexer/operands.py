@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -51,7 +52,7 @@ class PageList:
     def of(cls, counts: tuple[int, ...], device: torch.device) -> PageList:
         """The pages that hold the entries of all requests."""
         num_pages = [-(-count // PAGE) for count in counts]
-        starts = [sum(num_pages[:request]) for request in range(len(counts))]
+        starts = list(accumulate(num_pages, initial=0))[:-1]
         width = max(num_pages)
         return cls(
             upload([(r, page) for r, number in enumerate(num_pages) for page in range(number)], device),

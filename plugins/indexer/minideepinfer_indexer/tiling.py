@@ -74,7 +74,7 @@ class Metadata:
     Attributes:
         block_table: int32 `[R, max_pages]`.
         visible: int32 `[T]`, entries that each row sees.
-        counts: of each request, more entries than any of its rows sees it has not.
+        counts: entries of each request; none of its rows sees more.
         width: places in a row of scores.
         chunks: all rows.
     """

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import torch
 import triton
-from minideepinfer.operators import PackedExperts
-from minideepinfer.operators.declaration import interpreting
+from minideepinfer.operators import PackedExperts, interpreting
 from torch import Tensor
 
 from minideepinfer_moe.kernels.experts import down_kernel, gate_up_kernel

@@ -6,8 +6,15 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from minideepinfer.operators import Batch, BuildContext, CommOperator, MoeWeights, PackedExperts, StageClock
-from minideepinfer.operators.declaration import interpreting
+from minideepinfer.operators import (
+    Batch,
+    BuildContext,
+    CommOperator,
+    MoeWeights,
+    PackedExperts,
+    StageClock,
+    interpreting,
+)
 from minideepinfer.operators.problem import MoeProblem
 from torch import Tensor
 

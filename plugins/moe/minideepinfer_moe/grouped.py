@@ -19,8 +19,7 @@ from dataclasses import dataclass
 import torch
 import triton
 from minideepinfer.errors import OperatorError
-from minideepinfer.operators import MoeProblem, PackedExperts
-from minideepinfer.operators.declaration import interpreting
+from minideepinfer.operators import MoeProblem, PackedExperts, interpreting
 from torch import Tensor
 
 from minideepinfer_moe.grouped_pack import STAGE_BYTES, GroupedExperts, GroupedMatrix, fits, pack_grouped
@@ -81,8 +80,8 @@ class GroupedProducts:
         fp8 = self._fp8 and fits(experts, True)
         if not (fp8 or fits(experts, False)):
             raise OperatorError(
-                "moe: fused was given experts with an exponent above 2^1, needs exponents of at most 2^1; "
-                "moe: naive takes any"
+                "the grouped products of moe: fused were given experts with an exponent above 2^1, need at most 2^1; "
+                "minideepinfer_moe.experts takes any"
             )
         return pack_grouped(experts, fp8)
 

@@ -55,8 +55,6 @@ class GroupedExperts:
         fp8: whether products are FP8.
         hidden: H.
         inner: I.
-        expert_start: global id of local expert 0.
-        num_local: E.
     """
 
     w13: GroupedMatrix
@@ -64,8 +62,6 @@ class GroupedExperts:
     fp8: bool
     hidden: int
     inner: int
-    expert_start: int
-    num_local: int
 
 
 def _words(codes: Tensor, fp8: bool) -> Tensor:
@@ -112,14 +108,9 @@ def pack_grouped(experts: PackedExperts, fp8: bool) -> GroupedExperts:
         fp8: whether products are to be FP8.
     """
     w13, scales = experts.w13.transpose(1, 2).flatten(1, 2), experts.w13_scale.transpose(1, 2).flatten(1, 2)
+    w2 = _pack_matrix(experts.w2, experts.w2_scale, fp8)
     return GroupedExperts(
-        _pack_matrix(w13, scales, fp8),
-        _pack_matrix(experts.w2, experts.w2_scale, fp8),
-        fp8,
-        hidden=experts.w2.shape[1],
-        inner=experts.w13.shape[2],
-        expert_start=experts.expert_start,
-        num_local=experts.num_local,
+        _pack_matrix(w13, scales, fp8), w2, fp8, hidden=experts.w2.shape[1], inner=experts.w13.shape[2]
     )
 
 

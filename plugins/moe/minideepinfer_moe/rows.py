@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import triton
-from minideepinfer.operators.declaration import interpreting
+from minideepinfer.operators import interpreting
 from torch import Tensor
 
 from minideepinfer_moe.kernels.rows import combine_kernel, quantize_kernel, swiglu_kernel

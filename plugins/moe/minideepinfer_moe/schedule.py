@@ -14,7 +14,6 @@ SMALL_SLOTS = 2048
 """Up to this many, every program counts all slots for itself."""
 BLOCK, TILE_ENTRIES = 128, 64
 """Slots that a program places, or entries of the tile list that it writes."""
-MAX_EXPERTS = 1023
 
 
 @dataclass(frozen=True, eq=False)

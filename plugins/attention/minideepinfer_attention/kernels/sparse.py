@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from minideepinfer.kernels.casts import INTERPRETED, narrow
 
-from minideepinfer_attention.kernels.tiles import INTERPRETED, LOG2E, NO_KEY, finish_row, online_step, rounded
+from minideepinfer_attention.kernels.tiles import LOG2E, NO_KEY, finish_row, online_step
 
 LEAST = tl.constexpr(2.0**-80)
 MOST = tl.constexpr(2.0**100)
@@ -82,7 +83,7 @@ def sparse_kernel(
             weights = tl.exp2(tl.where((rows >= 0)[None, :], logits, float("-inf")))
             sums += tl.sum(tl.sum(weights.reshape(BLOCK_H, 2, BLOCK_K // 16, 4, 2), 4), 2)
             if INTERPRETED:
-                weights = rounded(weights, dtype)
+                weights = narrow(weights, dtype)
             probabilities = weights.to(dtype)
         acc = tl.dot(probabilities.to(product), keys, acc, input_precision="ieee")
     total = tl.sum(tl.sum(sums, 2), 1)

@@ -6,22 +6,11 @@ import math
 
 import triton
 import triton.language as tl
-from minideepinfer.operators.declaration import interpreting
+from minideepinfer.kernels.casts import INTERPRETED, narrow
 
 LOG2E = tl.constexpr(math.log2(math.e))
 NO_KEY = tl.constexpr(-1e30)
 """The maximum of no logits; finite, so that nothing is inf minus inf."""
-INTERPRETED = tl.constexpr(interpreting())
-"""The interpreter takes bfloat16 for integers in a product, and cuts bits off when it rounds."""
-
-
-@triton.jit
-def rounded(x, dtype: tl.constexpr):
-    """float32 to a dtype, to nearest even; the interpreter would cut bits off."""
-    if INTERPRETED and dtype == tl.bfloat16:
-        bits = x.to(tl.uint32, bitcast=True)
-        x = ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)
-    return x.to(dtype)
 
 
 @triton.jit
@@ -46,14 +35,14 @@ def divided(acc, total, peak, sink):
 @triton.jit
 def finish_row(acc, total, peak, sink, cos_ptr, sin_ptr, token, rope_dim, dtype: tl.constexpr, DIM: tl.constexpr):
     """The heads of one token: divided, rounded, rotated back, rounded: `[M, N]`. `cos_ptr` None = not rotated."""
-    heads = rounded(divided(acc, total, peak, sink), dtype)
+    heads = narrow(divided(acc, total, peak, sink), dtype)
     if cos_ptr is not None:
         pair = tl.arange(0, acc.shape[1] // 2) - (DIM - rope_dim) // 2
         rotates = (pair >= 0) & (2 * pair < rope_dim)
         angle = token * (rope_dim // 2) + pair
         cos = tl.load(cos_ptr + angle, mask=rotates, other=1.0)[None, :]
         sin = tl.load(sin_ptr + angle, mask=rotates, other=0.0)[None, :]
-        heads = rounded(unrotate(heads, cos, sin), dtype)
+        heads = narrow(unrotate(heads, cos, sin), dtype)
     return heads
 
 
@@ -88,7 +77,7 @@ def online_step(q, keys, valid, scale, peak, total, acc, num_heads, dtype: tl.co
         peak = top
         total = total * shrink + tl.sum(exact, 1)
         if INTERPRETED:
-            exact = rounded(exact, dtype)
+            exact = narrow(exact, dtype)
         weights = exact.to(dtype)
     acc = tl.dot(weights.to(q.dtype), keys, acc * shrink[:, None], input_precision="ieee")
     return peak, total, acc

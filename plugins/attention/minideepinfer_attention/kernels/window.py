@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from minideepinfer.kernels.casts import INTERPRETED, narrow
 
-from minideepinfer_attention.kernels.tiles import INTERPRETED, LOG2E, NO_KEY, divided, rounded, unrotate
+from minideepinfer_attention.kernels.tiles import LOG2E, NO_KEY, divided, unrotate
 
 EXTRA = tl.constexpr(16)
 """Keys of the second product; tokens in a tile are no more, so the first holds all of the first token's window."""
@@ -69,7 +70,7 @@ def window_attention_kernel(
     peak = tl.maximum(tl.maximum(tl.max(logits, 1), tl.max(more, 1)), NO_KEY)
     weights, more = tl.exp2(logits - peak[:, None]), tl.exp2(more - peak[:, None])
     total = tl.sum(weights, 1) + tl.sum(more, 1)
-    weights, more = rounded(weights, dtype).to(product), rounded(more, dtype).to(product)
+    weights, more = narrow(weights, dtype).to(product), narrow(more, dtype).to(product)
     sink = tl.load(sink_ptr + head) * LOG2E
 
     place = (token * HEADS + head) * DIM
@@ -79,12 +80,12 @@ def window_attention_kernel(
         rest = extra_desc.load([buffer_row + BLOCK_K, start]).to(product)
         acc = tl.dot(weights, keys, input_precision="ieee")
         acc = tl.dot(more, rest, acc, input_precision="ieee")
-        heads = rounded(divided(acc, total, peak, sink), dtype)
+        heads = narrow(divided(acc, total, peak, sink), dtype)
         if start + CHUNK > DIM - rope_dim:
             pair = (start - (DIM - rope_dim)) // 2 + tl.arange(0, CHUNK // 2)
             rotates = real[:, None] & ((pair >= 0) & (2 * pair < rope_dim))[None, :]
             angle = token[:, None] * (rope_dim // 2) + pair[None, :]
             cos = tl.load(cos_ptr + angle, mask=rotates, other=1.0)
             sin = tl.load(sin_ptr + angle, mask=rotates, other=0.0)
-            heads = rounded(unrotate(heads, cos, sin), dtype)
+            heads = narrow(unrotate(heads, cos, sin), dtype)
         tl.store(out_ptr + place[:, None] + channel[None, :], heads, mask=real[:, None] & (channel < DIM)[None, :])

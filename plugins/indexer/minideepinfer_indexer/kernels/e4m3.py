@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def query_kernel(q, head_weights, target, weights, num_rows, dim, ROWS: tl.constexpr, DIM: tl.constexpr):
     """A program converts ROWS of the vectors `[num_rows, dim]` and multiplies their head weights by the scale.
 
@@ -31,7 +31,7 @@ def query_kernel(q, head_weights, target, weights, num_rows, dim, ROWS: tl.const
     tl.store(weights + row, weight * scale, mask=row < num_rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_width", "page_shift"])
 def key_kernel(
     pool,
     block_table,

@@ -12,8 +12,9 @@ both products): 0.42 ms for 58 experts and 64 tokens, floor 0.26; 0.094 for 10 a
 
 import triton
 import triton.language as tl
+from minideepinfer.kernels.casts import INTERPRETED, narrow, rounded, widen
 
-from minideepinfer_moe.kernels.arithmetic import INTERPRETED, clamped_swiglu, narrow, qdq_fp8, rounded, widen
+from minideepinfer_moe.kernels.arithmetic import clamped_swiglu, qdq_fp8
 
 # Four bytes ($4) -> bfloat16 of their low nibbles ($0, $1) and of their high ones ($2, $3), times the scales ($5, $6).
 # E2M1's sign goes to bit 15 and exponent and mantissa to bits 8..6, which is the value times 2^-126.
@@ -68,7 +69,7 @@ def decode_halves(packed, exponents, DTYPE: tl.constexpr, WIDE: tl.constexpr, N:
 @triton.jit
 def _multiply(
     total, x_ptr, real, packed_ptr, scale_ptr, rows, inside, groups,
-    WIDE: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    WIDE: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
     """Add `rows` of a packed matrix times x, `[N, M]`, over all columns; `x_ptr` points at the beginnings of M rows."""
     lanes, scales = tl.arange(0, K // 2), tl.arange(0, K // 32)
@@ -119,7 +120,7 @@ def gate_up_kernel(
         scale_ptr += expert * inner * (groups * 2)
         products = tl.full((2 * BLOCK_N, BLOCK_M), 0.0, tl.float32)
         products = _multiply(
-            products, x_rows, real, w13_ptr, scale_ptr, matrix_rows, inside, groups, WIDE, BLOCK_M, 2 * BLOCK_N, BLOCK_K
+            products, x_rows, real, w13_ptr, scale_ptr, matrix_rows, inside, groups, WIDE, 2 * BLOCK_N, BLOCK_K
         )
         dtype: tl.constexpr = x_ptr.dtype.element_ty
         products = tl.reshape(rounded(products, dtype), (BLOCK_N // 8, 2, 8, BLOCK_M))
@@ -155,6 +156,6 @@ def down_kernel(
         w2_ptr += expert * hidden * (groups * 16)
         scale_ptr += expert * hidden * groups
         y = tl.full((BLOCK_N, BLOCK_M), 0.0, tl.float32)
-        y = _multiply(y, r_rows, real, w2_ptr, scale_ptr, outputs, inside, groups, WIDE, BLOCK_M, BLOCK_N, BLOCK_K)
+        y = _multiply(y, r_rows, real, w2_ptr, scale_ptr, outputs, inside, groups, WIDE, BLOCK_N, BLOCK_K)
         place = y_ptr + numbers[None, :] * hidden + outputs[:, None]
         tl.store(place, narrow(y, y_ptr.dtype.element_ty), mask=real[None, :] & inside[:, None])

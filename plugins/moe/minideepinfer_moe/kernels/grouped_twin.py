@@ -5,8 +5,9 @@ One program computes the 128 outputs of one block for one tile of rows, a stage 
 
 import triton
 import triton.language as tl
+from minideepinfer.kernels.casts import narrow, rounded, widen
 
-from minideepinfer_moe.kernels.arithmetic import clamped_swiglu, narrow, rounded, widen
+from minideepinfer_moe.kernels.arithmetic import clamped_swiglu
 
 
 @triton.jit

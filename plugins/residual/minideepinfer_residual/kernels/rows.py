@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-
-from minideepinfer_residual.kernels.casts import narrow, widen
+from minideepinfer.kernels.casts import narrow, widen
 
 
 @triton.jit(do_not_specialize=["hidden_size"])

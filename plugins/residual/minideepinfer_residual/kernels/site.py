@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-
-from minideepinfer_residual.kernels.casts import widen
+from minideepinfer.kernels.casts import widen
 
 
 @triton.jit(do_not_specialize=["num_tokens", "width", "tiles"])

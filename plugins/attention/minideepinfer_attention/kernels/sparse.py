@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from minideepinfer.kernels.casts import INTERPRETED, narrow
+from minideepinfer.triton_casts import INTERPRETED, narrow
 
 from minideepinfer_attention.kernels.tiles import LOG2E, NO_KEY, finish_row, online_step
 

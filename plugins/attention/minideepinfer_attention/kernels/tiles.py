@@ -6,7 +6,7 @@ import math
 
 import triton
 import triton.language as tl
-from minideepinfer.kernels.casts import INTERPRETED, narrow
+from minideepinfer.triton_casts import INTERPRETED, narrow
 
 LOG2E = tl.constexpr(math.log2(math.e))
 NO_KEY = tl.constexpr(-1e30)

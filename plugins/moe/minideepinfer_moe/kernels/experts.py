@@ -12,7 +12,7 @@ both products): 0.42 ms for 58 experts and 64 tokens, floor 0.26; 0.094 for 10 a
 
 import triton
 import triton.language as tl
-from minideepinfer.kernels.casts import INTERPRETED, narrow, rounded, widen
+from minideepinfer.triton_casts import INTERPRETED, narrow, rounded, widen
 
 from minideepinfer_moe.kernels.arithmetic import clamped_swiglu, qdq_fp8
 

@@ -7,7 +7,7 @@ times an e4m3 number; relative to the row's scale it stays exact down to 2^-6, a
 
 import triton
 import triton.language as tl
-from minideepinfer.kernels.casts import widen
+from minideepinfer.triton_casts import widen
 
 from minideepinfer_moe.kernels.arithmetic import qdq_fp8
 

@@ -5,7 +5,7 @@ One program computes the 128 outputs of one block for one tile of rows, a stage 
 
 import triton
 import triton.language as tl
-from minideepinfer.kernels.casts import narrow, rounded, widen
+from minideepinfer.triton_casts import narrow, rounded, widen
 
 from minideepinfer_moe.kernels.arithmetic import clamped_swiglu
 

@@ -10,7 +10,7 @@ the shared expert's rows (0.137), QDQ-FP8 0.085 (0.078).
 
 import triton
 import triton.language as tl
-from minideepinfer.kernels.casts import narrow, rounded, widen
+from minideepinfer.triton_casts import narrow, rounded, widen
 
 from minideepinfer_moe.kernels.arithmetic import clamped_swiglu, qdq_fp8
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from minideepinfer.kernels.casts import narrow, widen
+from minideepinfer.triton_casts import narrow, widen
 
 
 @triton.jit(do_not_specialize=["hidden_size"])

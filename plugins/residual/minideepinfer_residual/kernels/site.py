@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from minideepinfer.kernels.casts import widen
+from minideepinfer.triton_casts import widen
 
 
 @triton.jit(do_not_specialize=["num_tokens", "width", "tiles"])

@@ -131,3 +131,8 @@ def test_the_packaged_configs_are_those_of_the_tests() -> None:
     data = Path(minideepinfer.__file__).parent / "data"
     assert (data / "config.full.json").read_bytes() == FULL.read_bytes()
     assert (data / "config.tiny.json").read_bytes() == TINY.read_bytes()
+
+
+def test_a_whole_rank_is_refused_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "prefill", "--set", "device=cpu"]) == 1
+    assert "the device is cpu; --preset tiny runs on a CPU" in capsys.readouterr().err

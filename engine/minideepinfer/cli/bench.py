@@ -35,9 +35,16 @@ def _prefill(args: argparse.Namespace) -> int:
 
     from minideepinfer.config import ModelConfig
     from minideepinfer.measure.prefill import PRESETS, PrefillBench
+    from minideepinfer.runtime.problems import resolve_device
 
     if args.replay:
         args.settings.append(("replay", args.replay))
+    engine = engine_config(args)
+    if args.preset == "v41-rank" and (device := resolve_device(engine)).type != "cuda":
+        raise ConfigError(
+            f"bench prefill: preset v41-rank fills about 96 GiB of a GPU and the device is {device}; "
+            "--preset tiny runs on a CPU"
+        )
     name = {"v41-rank": "config.full.json", "tiny": "config.tiny.json"}[args.preset]
     config = ModelConfig.from_file(Path(str(resources.files("minideepinfer") / "data" / name)))
     problem = replace(PRESETS[args.preset], num_layers=args.layers)
@@ -45,7 +52,7 @@ def _prefill(args: argparse.Namespace) -> int:
         problem = replace(problem, steps=args.steps)
     if args.output:
         _open(args.output, "a").close()  # what cannot be written is better known before minutes of measuring
-    bench = PrefillBench(config, engine_config(args), problem)
+    bench = PrefillBench(config, engine, problem)
     print("\n".join(header(bench)), flush=True)
     result = bench.run()
     print("\n".join(lines(bench, result)))
@@ -72,6 +79,7 @@ def header(bench: PrefillBench) -> list[str]:
         f"one rank of {problem.world_size}, no network; {precision}; replay {engine.replay}; {layers}; {engram}",
         f"{problem.new_tokens} new tokens behind {problem.context - problem.new_tokens} cached ones, on {bench.device}",
         *bench.plan.lines(),
+        "the other ranks are made up: their tokens are random, and the plan's comm operator is not called",
     ]
 
 
@@ -83,7 +91,8 @@ def lines(bench: PrefillBench, result: PrefillResult) -> list[str]:
     text = [
         f"step {median:.1f} ms (min {min(result.milliseconds):.1f}, max {max(result.milliseconds):.1f}, "
         f"{len(result.milliseconds)} steps): {1e3 * bench.problem.new_tokens / median:.0f} tokens/s",
-        f"rows per expert: min {low}, mean {mean:.1f}, max {high}; peak memory {result.peak_bytes / 2**30:.1f} GiB",
+        f"rows per expert: min {low}, mean {mean:.1f}, max {high}"
+        + (f"; peak memory {result.peak_bytes / 2**30:.1f} GiB" if result.peak_bytes else ""),
         f"stages (mean step {result.staged_milliseconds:.1f} ms while they are timed):",
     ]
     text += [f"  {row.stage:<14} {row.milliseconds:9.2f} ms {row.share:6.1%} {row.calls:6d}" for row in result.stages]

@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import json
 import os
+import warnings
 from typing import Any
 
 from minideepinfer.errors import OperatorError
@@ -40,6 +41,9 @@ def _check(args: argparse.Namespace) -> int:
         raise OperatorError("ops check needs hypothesis, which is not installed: pip install 'mini-deepinfer[testing]'")
     if args.device == "cpu":
         os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it when a kernel's module is imported
+        # The kit's NaN and infinities make numpy warn where Triton interprets; processes of --jobs inherit this.
+        os.environ.setdefault("PYTHONWARNINGS", "ignore::RuntimeWarning")
+        warnings.simplefilter("ignore", RuntimeWarning)
     if args.jobs < 1:
         raise OperatorError(f"--jobs {args.jobs}: at least 1 is needed")
     if not 0 <= args.seed < 2**32:

@@ -67,8 +67,19 @@ def test_comm_single_refuses_a_world_of_several() -> None:
         resolve(load_registry(), config, asked)
 
 
+class Kept:
+    """An attention operator in name only, which keeps what it was built with."""
+
+    def __init__(self, context: BuildContext) -> None:
+        self.context = context
+
+    def prepare(self, batch: object) -> None: ...
+
+    def run(self, **tensors: object) -> None: ...
+
+
 def test_equal_choices_share_one_operator(plugins: Plugins) -> None:
-    module = plugins.module(build=lambda context: context)
+    module = plugins.module(build=Kept)
     tiled = registered(declaration("tiled", build=f"{module}:build", options=TileOptions))
     ops = {"attention": {"default": "tiled", "layers": {"8": {"name": "tiled", "options": {"tile": 9}}}}}
     plan = plan_of(ops, tiled)
@@ -76,8 +87,8 @@ def test_equal_choices_share_one_operator(plugins: Plugins) -> None:
     built = {layer: builder.build(plan.operators["attention", layer, DECODE]) for layer in range(10)}
     assert built[0] is built[1] and built[2] is built[3] is built[4] and built[5] is built[6] is built[7] is built[9]
     assert len({id(operator) for operator in built.values()}) == 4
-    assert isinstance(built[8], BuildContext) and built[8].options == TileOptions(tile=9)
-    assert built[0].problem is not built[2].problem
+    assert built[8].context.options == TileOptions(tile=9)
+    assert built[0].context.problem is not built[2].context.problem
     assert builder.build(plan.operators["attention", 0, PREFILL]) is not built[0]
 
 

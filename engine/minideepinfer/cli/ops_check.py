@@ -42,8 +42,8 @@ def _check(args: argparse.Namespace) -> int:
     if args.device == "cpu":
         os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it when a kernel's module is imported
         # The kit's NaN and infinities make numpy warn where Triton interprets; processes of --jobs inherit this.
-        os.environ.setdefault("PYTHONWARNINGS", "ignore::RuntimeWarning")
-        warnings.simplefilter("ignore", RuntimeWarning)
+        os.environ.setdefault("PYTHONWARNINGS", "ignore::RuntimeWarning:triton.runtime.interpreter")
+        warnings.filterwarnings("ignore", category=RuntimeWarning, module=r"triton\.runtime\.interpreter")
     if args.jobs < 1:
         raise OperatorError(f"--jobs {args.jobs}: at least 1 is needed")
     if not 0 <= args.seed < 2**32:

@@ -32,7 +32,7 @@ from minideepinfer.testing.margins import is_close
 from minideepinfer.testing.recipes.attention import AttentionCase
 from minideepinfer.testing.recipes.moe import MoeCase
 from minideepinfer.testing.recipes.residual import ResidualCase
-from minideepinfer.testing.variants import own_tolerance
+from minideepinfer.testing.variants import own_factor
 from minideepinfer.testing.watching import Watch
 
 STEPS = ((11, 0), (8, 9), (1, 1), (3, 7), (1, 1))
@@ -213,8 +213,7 @@ class Rehearsal:
 
 
 def _slack(planned: PlannedOperator) -> float:
-    row = own_tolerance(planned.registered.declaration, planned.problem.dtype, planned.options)
-    return 1.0 if row is None else row.factor
+    return own_factor(planned.registered.declaration, planned.problem.dtype, planned.options)
 
 
 class _Mover:

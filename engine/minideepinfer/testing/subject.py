@@ -27,7 +27,7 @@ from minideepinfer.operators.support import obstacles
 from minideepinfer.testing.contract import Conformance, Crash, Outputs, Refused, Unavailable, Violation
 from minideepinfer.testing.ranks import RankComm, World
 from minideepinfer.testing.tensors import map_tensors, same_bits
-from minideepinfer.testing.variants import own_tolerance, plain, with_options
+from minideepinfer.testing.variants import own_factor, plain, with_options
 
 C = TypeVar("C")
 
@@ -131,8 +131,7 @@ class Subject:
 
     def slack(self, case: Any) -> float:
         """The operator's own factor on the family's bound for a case."""
-        tolerance = own_tolerance(self.registered.declaration, case.problem.dtype, self.options)
-        return 1.0 if tolerance is None else tolerance.factor
+        return own_factor(self.registered.declaration, case.problem.dtype, self.options)
 
     def nearest(self, cases: Iterable[C]) -> C:
         """The first of some cases, ordered by distance from the one wanted, whose problem the operator serves.

@@ -57,6 +57,12 @@ def own_tolerance(declaration: OperatorDeclaration, dtype: str, options: Operato
     return None
 
 
+def own_factor(declaration: OperatorDeclaration, dtype: str, options: OperatorOptions) -> float:
+    """The factor of `own_tolerance` on the family's bound; 1 without a row."""
+    row = own_tolerance(declaration, dtype, options)
+    return 1.0 if row is None else row.factor
+
+
 def _values(annotation: Any) -> tuple[Any, ...]:
     origin = get_origin(annotation)
     if origin is Literal:

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from minideepinfer.config.model import describe
 from minideepinfer.errors import ConfigError
 
-RECORD_VERSION = 1
+RECORD_VERSION: Literal[1] = 1
 
 
 class _Frozen(BaseModel):

@@ -12,6 +12,7 @@ import torch
 from engine_fixtures import Arrival, play, poison, runner_of, text_tokens
 from minideepinfer.config import EngramConfig, ModelConfig
 from minideepinfer.model.engram import engram_values, inject
+from minideepinfer.model.epilogue import Epilogue
 from minideepinfer.model.weights import EngramWeights
 from minideepinfer.operators import BuildContext, CommProblem, OperatorOptions, Phase
 from minideepinfer.quantization import decode_e8m0
@@ -20,6 +21,8 @@ from torch import Tensor
 
 DATA = Path(__file__).parent / "data"
 CONFIG = ModelConfig.from_dict(json.loads((DATA / "config.tiny.json").read_text())).text_config
+NOTHING = Epilogue({}, round_kv=False, round_activations=False)
+"""Inputs of products are left as they are."""
 STREAMS, HIDDEN, COLUMNS, WIDTH, ROWS = 4, 32, 6, 32, 50
 
 
@@ -66,7 +69,7 @@ def test_it_equals_the_specification() -> None:
     streams = torch.randn(7, STREAMS, HIDDEN, generator=generator)
     ids = torch.randint(0, ROWS, (7, COLUMNS), generator=generator)
     w = weights()
-    values = engram_values(ids, w, single(), torch.float32, "none")  # type: ignore[arg-type]
+    values = engram_values(ids, w, single(), torch.float32, NOTHING, Phase.PREFILL)  # type: ignore[arg-type]
     assert values.shape == (7, STREAMS + 1, HIDDEN)
     found = inject(streams, values, w, CONFIG)
     # A float32 product of 192 terms and a gate whose slope is at most 500 near 0, where it is floored.
@@ -76,7 +79,9 @@ def test_it_equals_the_specification() -> None:
 
 def test_a_zero_stream_gets_a_gate_near_one_half() -> None:
     w = weights()
-    values = engram_values(torch.zeros(1, COLUMNS, dtype=torch.int64), w, single(), torch.float32, "none")  # type: ignore[arg-type]
+    values = engram_values(
+        torch.zeros(1, COLUMNS, dtype=torch.int64), w, single(), torch.float32, NOTHING, Phase.PREFILL
+    )  # type: ignore[arg-type]
     found = inject(torch.zeros(1, STREAMS, HIDDEN), values, w, CONFIG)
     gate = 1 / (1 + math.exp(-1e-3))  # sqrt of the floor of 1e-6, sign of +0
     torch.testing.assert_close(found[0, 0], gate * values[0, STREAMS])
@@ -84,7 +89,9 @@ def test_a_zero_stream_gets_a_gate_near_one_half() -> None:
 
 def test_no_tokens() -> None:
     w = weights()
-    values = engram_values(torch.empty(0, COLUMNS, dtype=torch.int64), w, single(), torch.float32, "none")  # type: ignore[arg-type]
+    values = engram_values(
+        torch.empty(0, COLUMNS, dtype=torch.int64), w, single(), torch.float32, NOTHING, Phase.PREFILL
+    )  # type: ignore[arg-type]
     assert inject(torch.zeros(0, STREAMS, HIDDEN), values, w, CONFIG).shape == (0, STREAMS, HIDDEN)
 
 
@@ -93,7 +100,7 @@ def test_bfloat16_is_rounded_once() -> None:
     streams = torch.randn(7, STREAMS, HIDDEN, generator=generator).bfloat16()
     ids = torch.randint(0, ROWS, (7, COLUMNS), generator=generator)
     w = weights()
-    values = engram_values(ids, w, single(), torch.float32, "none").bfloat16()  # type: ignore[arg-type]
+    values = engram_values(ids, w, single(), torch.float32, NOTHING, Phase.PREFILL).bfloat16()  # type: ignore[arg-type]
     exact = inject(streams.float(), values.float(), w, CONFIG)
     assert torch.equal(inject(streams, values, w, CONFIG), exact.bfloat16())
 

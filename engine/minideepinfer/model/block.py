@@ -11,6 +11,7 @@ from torch import Tensor
 from minideepinfer.config import LayerSchedule, TextConfig
 from minideepinfer.model.attention import AttentionLayer
 from minideepinfer.model.engram import engram_values, inject
+from minideepinfer.model.epilogue import Epilogue
 from minideepinfer.model.hyper_connections import HyperConnections, Site
 from minideepinfer.model.rows import Rows
 from minideepinfer.model.step import Step
@@ -48,7 +49,7 @@ class Block:
         attention_site: where attention takes its input.
         moe_site: where the experts take theirs.
         following: the attention site of the next block; None if Engram, or nothing, lies between.
-        activation_quantization: `released` or `none`.
+        epilogue: what follows a dense product.
     """
 
     layer: LayerSchedule
@@ -62,7 +63,7 @@ class Block:
     attention_site: Site
     moe_site: Site
     following: Site | None
-    activation_quantization: str
+    epilogue: Epilogue
 
     @property
     def name(self) -> str:
@@ -119,8 +120,9 @@ class Block:
             return streams
         with step.clock.stage("engram"):
             row_ids = step.engram_rows_of(self.layer)
-            values = engram_values(row_ids, self.weights.engram, self.comm, streams.dtype, self.activation_quantization)
-            streams = inject(streams, values, self.weights.engram, self.config)
+            weights, dtype = self.weights.engram, streams.dtype
+            values = engram_values(row_ids, weights, self.comm, dtype, self.epilogue, rows.phase)
+            streams = inject(streams, values, weights, self.config)
         self.record(step, "engram.hash_ids", row_ids, rows)
         self.record(step, "engram.streams_out", streams, rows)
         return streams

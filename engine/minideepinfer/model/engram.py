@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from minideepinfer.config import TextConfig
-from minideepinfer.model.linear import quantized_linear
+from minideepinfer.model.epilogue import Epilogue
 from minideepinfer.model.weights import EngramWeights
-from minideepinfer.operators import CommOperator
+from minideepinfer.operators import CommOperator, Phase
 from minideepinfer.operators.results import checked
 from minideepinfer.quantization import decode_fp8_rows
 
 
 def engram_values(
-    row_ids: Tensor, weights: EngramWeights, comm: CommOperator, dtype: torch.dtype, activation_quantization: str
+    row_ids: Tensor, weights: EngramWeights, comm: CommOperator, dtype: torch.dtype, epilogue: Epilogue, phase: Phase
 ) -> Tensor:
     """Look rows up and project them; needs nothing of the streams, so it may run early.
 
@@ -23,7 +24,8 @@ def engram_values(
         weights: table and projection.
         comm: fetches rows from wherever the table lies.
         dtype: compute dtype.
-        activation_quantization: `released` or `none`.
+        epilogue: rounds the projection's input, where that is asked for.
+        phase: of the rows.
 
     Returns:
         `[T, S + 1, H]`: a key for each stream, then the value.
@@ -31,7 +33,7 @@ def engram_values(
     ids = row_ids.flatten()
     codes, scales = (_fetched(table, ids, comm) for table in (weights.table, weights.table_scale))
     memory = decode_fp8_rows(codes, scales, dtype).view(*row_ids.shape, codes.shape[-1]).flatten(1)
-    projected = quantized_linear(memory, weights.wkv, activation_quantization)
+    projected = F.linear(epilogue.activation(memory, phase), weights.wkv)
     streams, width = weights.q_weight.shape
     return projected.view(len(row_ids), streams + 1, width)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from minideepinfer.model.rope import Angles, RotaryTable
 from minideepinfer.operators import Batch, Phase
 
 
@@ -34,6 +35,13 @@ class EntryRows:
     places: Tensor
     open_rows: Tensor
     open_rings: Tensor
+    _angles: dict[RotaryTable, Angles] = field(default_factory=dict, init=False)
+
+    def angles(self, rope: RotaryTable) -> Angles:
+        """Those of the entries' positions, the same for all layers of a table."""
+        if rope not in self._angles:
+            self._angles[rope] = rope.angles(self.positions)
+        return self._angles[rope]
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +61,7 @@ class Rows:
     batches: tuple[Batch, ...]
     _ring_rows: dict[int, Tensor] = field(default_factory=dict)
     _entries: dict[int, EntryRows] = field(default_factory=dict)
+    _angles: dict[RotaryTable, Angles] = field(default_factory=dict, init=False)
 
     @classmethod
     def pack(
@@ -131,6 +140,12 @@ class Rows:
         """Cut a packed tensor `[T, ...]` into those of the batches."""
         parts: tuple[Tensor, ...] = packed.split([batch.num_tokens for batch in self.batches])
         return parts
+
+    def angles(self, rope: RotaryTable) -> Angles:
+        """Those of the rows' positions, the same for all layers of a table."""
+        if rope not in self._angles:
+            self._angles[rope] = rope.angles(self.positions)
+        return self._angles[rope]
 
     def ring_rows(self, ring_size: int) -> Tensor:
         """Rows whose window entry a ring of this size still holds after the step, int64."""

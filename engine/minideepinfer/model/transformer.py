@@ -9,10 +9,12 @@ from torch import Tensor
 
 from minideepinfer.config import TextConfig
 from minideepinfer.model.block import Block, HandOver
+from minideepinfer.model.epilogue import Epilogue
 from minideepinfer.model.hyper_connections import HyperConnections
-from minideepinfer.model.linear import rms_norm
+from minideepinfer.model.linear import wide_linear
 from minideepinfer.model.step import Step
 from minideepinfer.model.weights import ModelWeights
+from minideepinfer.operators import Phase
 
 
 class TextModel:
@@ -24,12 +26,14 @@ class TextModel:
         weights: ModelWeights,
         blocks: Sequence[Block],
         mixing: HyperConnections,
+        epilogue: Epilogue,
         dtype: torch.dtype,
     ) -> None:
         self.config = config
         self.weights = weights
         self.blocks = tuple(blocks)
         self.mixing = mixing
+        self.epilogue = epilogue
         self.dtype = dtype
 
     def embed(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -73,16 +77,16 @@ class TextModel:
             float32 `[N, vocab]`.
         """
         with step.clock.stage("head"):
-            normed = self.normalize(hidden[rows])
+            normed = self.normalize(hidden[rows], step.decoder.phase)
             logits = self.head(normed)
         if step.recorder.wants("final.normed"):
             step.recorder.record("final.normed", normed, step.decoder.request_ids[rows])
         return logits
 
-    def normalize(self, hidden: Tensor) -> Tensor:
-        """The final norm, `[N, H]`."""
-        return rms_norm(hidden, self.weights.norm, self.config.rms_norm_eps)
+    def normalize(self, hidden: Tensor, phase: Phase) -> Tensor:
+        """The final norm, `[N, H]`; may overwrite what it is given."""
+        return self.epilogue.run(hidden, phase, norm=self.weights.norm)
 
     def head(self, normed: Tensor) -> Tensor:
         """float32 logits `[N, vocab]` of normalised rows `[N, H]`."""
-        return normed.float() @ self.weights.head.T
+        return wide_linear(normed, self.weights.head)

@@ -19,6 +19,7 @@ from minideepinfer.operators.declaration import (
     Tier,
     interpreting,
 )
+from minideepinfer.operators.epilogue import EpilogueOperator, Quantization
 from minideepinfer.operators.families import FAMILIES
 from minideepinfer.operators.hookspecs import ENTRY_POINT_GROUP, hookimpl
 from minideepinfer.operators.indexer import IndexerOperator
@@ -27,6 +28,7 @@ from minideepinfer.operators.plan import Plan, PlanKey, PlannedOperator
 from minideepinfer.operators.problem import (
     AttentionProblem,
     CommProblem,
+    EpilogueProblem,
     IndexerProblem,
     MoeProblem,
     Problem,
@@ -51,6 +53,8 @@ __all__ = [
     "CommProblem",
     "Dispatched",
     "Entered",
+    "EpilogueOperator",
+    "EpilogueProblem",
     "HyperConnectionWeights",
     "IndexerOperator",
     "IndexerOutput",
@@ -71,6 +75,7 @@ __all__ = [
     "PlannedOperator",
     "Problem",
     "Properties",
+    "Quantization",
     "RegisteredOperator",
     "ResidualOperator",
     "ResidualProblem",

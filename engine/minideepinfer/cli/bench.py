@@ -8,6 +8,7 @@ import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
+from minideepinfer.cli.bench_compare import add_compare
 from minideepinfer.cli.bench_kernel import add_kernel
 from minideepinfer.cli.options import add_engine_options, engine_config
 from minideepinfer.errors import ConfigError
@@ -29,6 +30,7 @@ def add_parser(subparsers: Any) -> None:
     add_engine_options(prefill)
     prefill.set_defaults(run=_prefill)
     add_kernel(actions)
+    add_compare(actions)
 
 
 def _prefill(args: argparse.Namespace) -> int:

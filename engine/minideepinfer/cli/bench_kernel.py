@@ -95,7 +95,9 @@ def _measure(
         for extra in (against, *references):
             if extra is not None and extra.declaration.family == family and extra not in chosen:
                 chosen.append(extra)
-        bench = KernelBench(family, entrants(chosen), registry, device, rates, args.repeats, args.seed)
+        bench = KernelBench(
+            family, entrants(chosen, bool(args.operators)), registry, device, rates, args.repeats, args.seed
+        )
         problems = list(bench.run(args.preset))
         ours = against is not None and against.declaration.family == family
         print_family(family, problems, args.against if ours else "")

@@ -66,6 +66,8 @@ class Entrant:
 
     registered: RegisteredOperator
     changes: Mapping[str, Any]
+    named: bool = False
+    """Whether it was asked for by name."""
 
     @property
     def title(self) -> str:
@@ -80,9 +82,9 @@ class Entrant:
         return self.registered.declaration.tier is Tier.REFERENCE
 
 
-def entrants(operators: Sequence[RegisteredOperator]) -> list[Entrant]:
+def entrants(operators: Sequence[RegisteredOperator], named: bool = False) -> list[Entrant]:
     """Operators with every set of options that the conformance kit tries."""
-    return [Entrant(operator, changes) for operator in operators for changes in variants(operator)]
+    return [Entrant(operator, changes, named) for operator in operators for changes in variants(operator)]
 
 
 class KernelBench:
@@ -126,7 +128,10 @@ class KernelBench:
             subject = Subject(
                 entrant.registered, self._registry, self._conformance, self._device, changes=entrant.changes
             )
-            result = Result(entrant, name, subject.problem(case), recipe, obstacles=subject.obstacles(case))
+            obstacles = subject.obstacles(case)
+            if not obstacles and subject.interpreted and not entrant.named:
+                obstacles = (f"would be interpreted on {self._device}, which says nothing; it is if it is named",)
+            result = Result(entrant, name, subject.problem(case), recipe, obstacles=obstacles)
             if not result.obstacles:
                 try:
                     result, call = self._checked(result, subject, kernel, case, least)

@@ -21,7 +21,7 @@ from minideepinfer.measure.kernels import PRESETS, kernel_family
 from minideepinfer.measure.kernels.bench import Entrant, KernelBench, entrants, own_cost
 from minideepinfer.measure.kernels.records import plain_data, ratio
 from minideepinfer.measure.record import Measurement, Record, read_records
-from minideepinfer.operators import FAMILIES, Cost, OperatorOptions, OperatorRegistry, RegisteredOperator, load_registry
+from minideepinfer.operators import FAMILIES, Cost, OperatorOptions, RegisteredOperator, Tier, load_registry
 from minideepinfer.testing.recipes.batch import BatchRecipe
 from minideepinfer.testing.subject import including
 from mutants import Mutant, attention, comm, indexer, moe, residual
@@ -41,7 +41,8 @@ def bench(operators: Sequence[RegisteredOperator], **arguments: Any) -> KernelBe
     """A benchmark of operators of one family."""
     family = operators[0].declaration.family
     registry = including(REGISTRY, operators[0])
-    return KernelBench(family, entrants(operators), registry, CPU, RATES, repeats=3, **arguments)
+    every = entrants(operators, naive(family), named=True)
+    return KernelBench(family, every, registry, CPU, RATES, repeats=3, **arguments)
 
 
 def run(arguments: Sequence[str], tmp_path: Path) -> tuple[int, list[Record]]:
@@ -93,8 +94,8 @@ def test_what_would_be_interpreted_is_timed_only_if_it_is_named(monkeypatch: pyt
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     fused = REGISTRY.get("residual", "fused")
     for named in (False, True):
-        benchmark = KernelBench("residual", entrants([fused], named), REGISTRY, CPU, RATES, repeats=1)
-        (result,) = next(iter(benchmark.run("tiny")))
+        every = entrants([fused], naive("residual"), named)
+        result, _ = next(iter(KernelBench("residual", every, REGISTRY, CPU, RATES, repeats=1).run("tiny")))
         assert (result.time is not None) is named
         assert bool(result.obstacles) is not named
 
@@ -113,7 +114,7 @@ def mutants() -> list[Any]:
 def test_what_is_wrong_is_not_timed(
     family: str, mutant: Mutant, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    broken = mutant.build(naive(family).declaration)
+    broken = mutant.build(replace(naive(family).declaration, tier=Tier.OPTIMIZED))
     monkeypatch.setattr(command, "load_registry", lambda: including(REGISTRY, broken))
     code, records = run([f"{family}:{mutant.name}", "--repeats", "1"], tmp_path)
     failed = [record for record in records if not record.values]
@@ -151,7 +152,7 @@ def test_a_crash_is_a_failure_of_that_operator_alone(monkeypatch: pytest.MonkeyP
         raise ZeroDivisionError("of mine")
 
     operator = odd(monkeypatch, run=broken)
-    first = next(iter(bench([operator, naive("attention")]).run("tiny")))
+    first = next(iter(bench([operator]).run("tiny")))
     assert first[0].failure == "Crash: attention:odd (acme 1.0) raised ZeroDivisionError: of mine"
     assert first[0].time is None
     assert first[1].time is not None
@@ -165,7 +166,7 @@ def test_an_operator_gives_its_own_formula(monkeypatch: pytest.MonkeyPatch) -> N
         return Cost({"fp8": 3 * least.total_flops}, 2 * least.num_bytes)
 
     operator = odd(monkeypatch, cost=cost, form="by hand")
-    result, reference = next(iter(bench([operator, naive("attention")]).run("tiny")))
+    result, reference = next(iter(bench([operator]).run("tiny")))
     assert result.form == "by hand"
     assert result.cost is not None and reference.cost is not None
     assert result.cost.num_bytes == 2 * reference.cost.num_bytes
@@ -219,7 +220,7 @@ class Choices(OperatorOptions):
 def test_options_that_can_be_enumerated_are_timed_too(monkeypatch: pytest.MonkeyPatch) -> None:
     operator = odd(monkeypatch)
     operator = replace(operator, declaration=replace(operator.declaration, options=Choices))
-    results = next(iter(bench([operator, naive("attention")]).run("tiny")))
+    results = next(iter(bench([operator]).run("tiny")))
     assert [result.operator.title for result in results] == [
         "attention:odd",
         "attention:odd[turbo=True]",
@@ -260,8 +261,7 @@ def test_the_same_seed_gives_the_same_numbers_and_another_one_others() -> None:
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "comm"])
 def test_a_sample_is_the_same_call_on_fewer_rows(family: str) -> None:
     """The reference gives the sampled rows, alone, what it gives them among all."""
-    known, operator = kernel_family(family), Entrant(naive(family), {})
-    assert operator.is_reference
+    known = kernel_family(family)
     for name, results in zip(known.problems["tiny"], bench([naive(family)]).run("tiny"), strict=True):
         (result,) = results
         assert result.failure == "" and result.errors is not None
@@ -279,5 +279,7 @@ def test_a_ratio_has_the_widest_interval() -> None:
     assert (found.median, found.low, found.high, found.repeats, found.unit) == (2.0, 1.0, 5.0, 3, "1")
 
 
-def test_a_registry_without_the_family_has_nothing_to_time() -> None:
-    assert entrants(OperatorRegistry([]).operators("moe")) == []
+def test_the_reference_is_always_among_them() -> None:
+    reference = naive("moe")
+    assert entrants([], reference) == [Entrant(reference, {}, is_reference=True)]
+    assert entrants([reference], reference, named=True) == [Entrant(reference, {}, is_reference=True, named=True)]

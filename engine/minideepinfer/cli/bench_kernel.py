@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import time
 from typing import TYPE_CHECKING, Any
 
 from minideepinfer.errors import ConfigError, OperatorError
@@ -97,8 +98,9 @@ def _measure(
             chosen.append(against)
         every = entrants(chosen, reference_operator(registry, family), named=bool(args.operators))
         bench = KernelBench(family, every, registry, device, rates, args.repeats, args.seed)
+        start = time.perf_counter()
         problems = list(bench.run(args.preset))
-        print_family(family, problems, args.against if ours else "")
+        print_family(family, problems, time.perf_counter() - start, args.against if ours else "")
         found += problems
     return found
 

@@ -1,6 +1,6 @@
 """The routed experts' products on Hopper: bfloat16 or FP8 rows by packed MXFP4, many rows an expert or few.
 
-Stands beside `experts` (see `fused.Products`) for bfloat16 and widths that are multiples of 128. Interpreted, a twin of
+Stands beside `experts` (see `products`) for bfloat16 and widths that are multiples of 128. Interpreted, a twin of
 the kernel computes the same.
 
 Measured on one H200 (2026-11-30, torch 2.11, Triton 3.6, L2 cold, cuBLAS bf16 8192^3 at 796 TFLOP/s in the same run),
@@ -18,11 +18,10 @@ from dataclasses import dataclass
 
 import torch
 import triton
-from minideepinfer.errors import OperatorError
 from minideepinfer.operators import MoeProblem, PackedExperts, interpreting
 from torch import Tensor
 
-from minideepinfer_moe.grouped_pack import STAGE_BYTES, GroupedExperts, GroupedMatrix, fits, pack_grouped
+from minideepinfer_moe.grouped_pack import STAGE_BYTES, GroupedExperts, GroupedMatrix, pack_grouped
 from minideepinfer_moe.kernels.grouped_encode import encode_kernel, sort_rows_kernel
 from minideepinfer_moe.kernels.grouped_twin import grouped_twin
 from minideepinfer_moe.rows import quantize as quantize_rows
@@ -68,28 +67,20 @@ def serves(problem: MoeProblem) -> bool:
 
 
 class GroupedProducts:
-    """See `fused.Products`.
+    """See `products.Products`.
 
     Args:
-        fp8: whether activations are FP8, as released; products are, too, then, if the weights' exponents allow it.
+        fp8: whether products are FP8; activations went through QDQ-FP8, then.
     """
+
+    form = "triton, interpreted" if interpreting() else "gluon"
 
     def __init__(self, fp8: bool) -> None:
         self._fp8 = fp8
 
     def pack(self, experts: PackedExperts) -> GroupedExperts:
-        """Reorder the weights, once.
-
-        Raises:
-            OperatorError: exponents are larger than the kernel decodes.
-        """
-        fp8 = self._fp8 and fits(experts, True)
-        if not (fp8 or fits(experts, False)):
-            raise OperatorError(
-                "the grouped products of moe: fused were given experts with an exponent above 2^1, need at most 2^1; "
-                "minideepinfer_moe.experts takes any"
-            )
-        return pack_grouped(experts, fp8)
+        """See `pack_grouped`."""
+        return pack_grouped(experts, self._fp8)
 
     def tile_rows(self, max_rows: int, num_experts: int, dtype: torch.dtype) -> int:
         """320 rows for many rows an expert, 96 for few, 16 for very few."""
@@ -103,9 +94,9 @@ class GroupedProducts:
         schedule: Schedule,
         row_weights: Tensor,
         limit: float,
-        quantize: bool = False,
+        quantize: bool,
     ) -> Tensor:
-        """See `experts.gate_up`; FP8 leaves QDQ of the result to `down`."""
+        """See `Products.gate_up`; FP8 leaves QDQ of the result to `down`."""
         r = x.new_empty(schedule.max_rows, packed.inner)
         if packed.fp8:
             rows, scales = _encode(x, schedule, sort=True)
@@ -115,7 +106,7 @@ class GroupedProducts:
         return quantize_rows(r) if quantize and not packed.fp8 else r
 
     def down(self, r: Tensor, packed: GroupedExperts, schedule: Schedule) -> Tensor:
-        """See `experts.down`."""
+        """See `Products.down`."""
         y = r.new_empty(schedule.max_rows, packed.hidden)
         rows, scales = _encode(r, schedule, sort=False) if packed.fp8 else (r, schedule.row_weights)
         _launch(rows, scales, packed.w2, schedule, y, None, 0.0)
@@ -133,7 +124,9 @@ def _sorted(x: Tensor, schedule: Schedule) -> Tensor:
 
 def _encode(x: Tensor, schedule: Schedule, sort: bool) -> tuple[Tensor, Tensor]:
     """Codes uint8 `[R, K]` and float32 `[R]` of rows in expert order; from token order if `sort`, else after QDQ."""
-    codes, scales = (x.new_empty(schedule.max_rows, n, dtype=d) for n, d in ((x.shape[1], torch.uint8), (1, torch.float32)))
+    codes, scales = (
+        x.new_empty(schedule.max_rows, n, dtype=d) for n, d in ((x.shape[1], torch.uint8), (1, torch.float32))
+    )
     block = triton.next_power_of_2(x.shape[1])
     encode_kernel[(min(len(codes), ROW_PROGRAMS),)](
         x, schedule.sorted_tokens, schedule.expert_offsets[-1:], codes, scales, x.shape[1] // 32,

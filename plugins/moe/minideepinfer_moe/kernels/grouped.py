@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.core import _aggregate as aggregate
 
 from minideepinfer_moe.kernels.grouped_decode import decode, load_words
-from minideepinfer_moe.kernels.grouped_store import opaque, store
+from minideepinfer_moe.kernels.grouped_store import store
 
 _SIZES = (
     *((256, 64), (256, 32), (256, 16), (256, 0), (128, 64), (128, 0)),
@@ -112,7 +112,7 @@ def _next(slot, phase, c):
 
 @gluon.jit
 def _produce(c, ring, start, total):
-    """The copying warp: fill slot after slot, tile after tile. Boxes without a row are zeros, nothing is read for them."""
+    """The copying warp: fill slot after slot, tile after tile. Nothing is read for boxes without a row, they get zeros."""
     width: gl.constexpr = 128 if c.FP8 else 64
     parts: gl.constexpr = 2 if c.FP8 else 1
     slot, phase = gl.to_tensor(0), gl.to_tensor(1)

@@ -179,7 +179,9 @@ def _launch(
             gl.NVMMASharedLayout(128, 16 // parts, 2),
         ),
         TensorDescriptor.from_tensor(matrix.words.view(-1, 256), [4 * parts, 256], plain),
-        TensorDescriptor.from_tensor(matrix.exponents.view(torch.int32).view(-1, 64 * parts), [1, 64 * parts], plain),
+        TensorDescriptor.from_tensor(
+            matrix.exponents.flatten().view(torch.int32).view(-1, 64 * parts), [1, 64 * parts], plain
+        ),
         out,
         *others,
         schedule.max_tiles,

@@ -112,7 +112,7 @@ def _next(slot, phase, c):
 
 @gluon.jit
 def _produce(c, ring, start, total):
-    """The copying warp: fill slot after slot, tile after tile. Nothing is read for boxes without a row, they get zeros."""
+    """The copying warp: fill slot after slot, tile after tile. Boxes without a row get zeros, and read nothing."""
     width: gl.constexpr = 128 if c.FP8 else 64
     parts: gl.constexpr = 2 if c.FP8 else 1
     slot, phase = gl.to_tensor(0), gl.to_tensor(1)

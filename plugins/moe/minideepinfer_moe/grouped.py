@@ -116,8 +116,9 @@ class GroupedProducts:
 def _sorted(x: Tensor, schedule: Schedule) -> Tensor:
     """`[R, K]`, in expert order."""
     rows = x.new_empty(schedule.max_rows, x.shape[1])
+    block = triton.next_power_of_2(x.shape[1])
     sort_rows_kernel[(min(len(rows), ROW_PROGRAMS),)](
-        x, schedule.sorted_tokens, schedule.expert_offsets[-1:], rows, x.shape[1], triton.cdiv(x.shape[1], 1024), 1024
+        x, schedule.sorted_tokens, schedule.expert_offsets[-1:], rows, x.shape[1] // 32, BLOCK=block, num_warps=8
     )
     return rows
 

@@ -12,17 +12,15 @@ from minideepinfer.triton_casts import INTERPRETED, widen
 from minideepinfer_moe.kernels.arithmetic import qdq_fp8
 
 
-@triton.jit(do_not_specialize=["width"])
-def sort_rows_kernel(x_ptr, tokens_ptr, num_rows_ptr, out_ptr, width, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Row i of the result is row `tokens[i]` of x, for the first `num_rows[0]` rows; width is a multiple of 128."""
+@triton.jit(do_not_specialize=["groups"])
+def sort_rows_kernel(x_ptr, tokens_ptr, num_rows_ptr, out_ptr, groups, BLOCK: tl.constexpr):
+    """Row i of the result is row `tokens[i]` of x, for the first `num_rows[0]` rows of `32 groups`."""
     num_rows = tl.load(num_rows_ptr)
-    width = (width // 128 * 128).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    width = (groups * 32).to(tl.int64)
     for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
-        source = x_ptr + tl.load(tokens_ptr + row) * width
-        target = out_ptr + row * width
-        for part in tl.static_range(PARTS):
-            columns = part * BLOCK + tl.arange(0, BLOCK)
-            tl.store(target + columns, tl.load(source + columns, mask=columns < width), mask=columns < width)
+        x = tl.load(x_ptr + tl.load(tokens_ptr + row) * width + columns, mask=columns < width)
+        tl.store(out_ptr + row * width + columns, x, mask=columns < width)
 
 
 @triton.jit

@@ -111,6 +111,11 @@ def _next(slot, phase, c):
 
 
 @gluon.jit
+def _previous(slot, c):
+    return gl.where(slot == 0, c.STAGES - 1, slot - 1)
+
+
+@gluon.jit
 def _produce(c, ring, start, total):
     """The copying warp: fill slot after slot, tile after tile. Boxes without a row get zeros, and read nothing."""
     width: gl.constexpr = 128 if c.FP8 else 64
@@ -197,22 +202,21 @@ def _tile(c, ring, slot, phase, first, num_rows, block, N0: gl.constexpr, N1: gl
     rest = gl.zeros([128, rest_rows], gl.float32, m1)
     mbarrier.wait(ring.full.index(slot), phase)
     words0, words1, exponents0, exponents1 = _load_words(c, ring, slot)
-    before = slot
     for k in range(c.steps):
         # In flight: the second half of the step before.
         weights = decode(words0, exponents0, 0, c.FP8, l0)
         sums, rest = _multiply(c, ring, slot, weights, sums, rest, 0, N0, N1, l1)
         sums, rest = _wait(sums, rest, 1, N1)
-        mbarrier.arrive(ring.empty.index(before), pred=k > 0)
+        mbarrier.arrive(ring.empty.index(_previous(slot, c)), pred=k > 0)
         weights = decode(words1, exponents1, 1, c.FP8, l0)
         sums, rest = _multiply(c, ring, slot, weights, sums, rest, 1, N0, N1, l1)
         after, phase = _next(slot, phase, c)
         mbarrier.wait(ring.full.index(after), phase, pred=k + 1 < c.steps)
         words0, words1, exponents0, exponents1 = _load_words(c, ring, after)
         sums, rest = _wait(sums, rest, 1, N1)
-        before, slot = slot, after
+        slot = after
     sums, rest = _wait(sums, rest, 0, N1)
-    mbarrier.arrive(ring.empty.index(before))
+    mbarrier.arrive(ring.empty.index(_previous(slot, c)))
     store(c, sums, first, first + num_rows, block)
     if N1 > 0:
         store(c, rest, first + N0, first + num_rows, block)

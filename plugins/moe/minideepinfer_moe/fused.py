@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from minideepinfer.operators import (
@@ -11,41 +11,15 @@ from minideepinfer.operators import (
     BuildContext,
     CommOperator,
     MoeWeights,
-    PackedExperts,
     StageClock,
-    interpreting,
 )
 from minideepinfer.operators.problem import MoeProblem
 from torch import Tensor
 
-from minideepinfer_moe import experts
 from minideepinfer_moe.gate import gate_logits, select
-from minideepinfer_moe.grouped import GroupedProducts, serves
-from minideepinfer_moe.grouped_pack import fits
+from minideepinfer_moe.products import Products, choose, measure
 from minideepinfer_moe.rows import combine, quantize, shared_expert
 from minideepinfer_moe.schedule import Schedule, make_schedule
-
-
-class Products(Protocol):
-    """The grouped products of the routed experts; `minideepinfer_moe.experts` has the words."""
-
-    def pack(self, experts: PackedExperts) -> Any:
-        """Bring a layer's experts into the order that the kernels read; they stay packed."""
-        ...
-
-    def tile_rows(self, max_rows: int, num_experts: int, dtype: torch.dtype) -> int:
-        """The tile height for about `max_rows / num_experts` rows an expert."""
-        ...
-
-    def gate_up(
-        self, x: Tensor, packed: Any, schedule: Schedule, row_weights: Tensor, limit: float, quantize: bool = False
-    ) -> Tensor:
-        """First products, activation and routing weight: `[T, H]` -> `[R, I]`."""
-        ...
-
-    def down(self, r: Tensor, packed: Any, schedule: Schedule) -> Tensor:
-        """Second product: `[R, I]` -> `[R, H]`."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,22 +48,22 @@ class FusedWeights:
 
 
 class FusedMoe:
-    """See `MoeOperator`. `run` speaks to the device only through launches; sizes follow from T * k."""
+    """See `MoeOperator`. `run` speaks to the device only through launches; sizes follow from T * k.
+
+    Attributes:
+        form: of the products of the layer whose weights were transformed last.
+    """
 
     def __init__(self, problem: MoeProblem, clock: StageClock) -> None:
         self._problem = problem
         self._clock = clock
         self._quantize = problem.activation_quantization == "released"
-        self._grouped = serves(problem)
-        self.form = "triton, interpreted" if interpreting() else "gluon" if self._grouped else "triton"
+        self.form = ""
 
     def transform_weights(self, weights: MoeWeights) -> FusedWeights:
-        """Reorder the packed experts and stack the shared expert's first two matrices; nothing grows.
-
-        A layer with exponents that the grouped products can't decode gets the others.
-        """
-        shared, grouped = weights.shared, self._grouped and fits(weights.experts, fp8=False)
-        products: Products = GroupedProducts(fp8=self._quantize) if grouped else experts
+        """Choose the layer's products, reorder its packed experts, stack the shared expert's first two matrices."""
+        shared, products = weights.shared, choose(self._problem, measure(weights.experts))
+        self.form = products.form
         return FusedWeights(
             weights.gate.float() if self._problem.dtype == "float32" else weights.gate,
             weights.gate_bias,

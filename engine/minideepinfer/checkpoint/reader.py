@@ -148,6 +148,14 @@ class Checkpoint:
                 scale.copy_(self.tensor(f"{prefix}.{expert}.{part}.scale"))
         return packed
 
+    def num_rows(self, name: str) -> int:
+        """Rows of a table, of all ranks together.
+
+        Raises:
+            CheckpointError: no such tensor.
+        """
+        return self._find(name).shape[0]
+
     def row_table(
         self,
         name: str,

@@ -1,4 +1,4 @@
-"""What a rank reads of a checkpoint, and what it holds then: only its own experts and rows, as `checkpoint size` says."""
+"""What a rank reads of a checkpoint, and holds then: its own experts and rows only, as `checkpoint size` says."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_rows_are_shared_out_without_gap_or_overlap(rows: int, size: int) -> Non
 
 
 def test_experts_that_do_not_divide_are_refused_with_what_would_fit() -> None:
-    assert [Partition(rank, 4).experts(8) for rank in range(4)] == [range(0, 2), range(2, 4), range(4, 6), range(6, 8)]
+    assert [Partition(rank, 4).experts(8) for rank in range(4)] == [range(2), range(2, 4), range(4, 6), range(6, 8)]
     with pytest.raises(ConfigError, match=r"8 routed experts cannot be .* among 3 ranks; what would fit: 1, 2, 4, 8"):
         Partition(0, 3).experts(8)
 

@@ -116,10 +116,12 @@ class WeightLoader:
 
     def _engram(self, prefix: str) -> EngramWeights:
         place = self.engram.placement
+        table = self.checkpoint.row_table(f"{prefix}.embed.weight", place, self.device)
         return EngramWeights(
-            table=self.checkpoint.row_table(f"{prefix}.embed.weight", place, self.device),
+            table=table,
             table_scale=self.checkpoint.row_table(f"{prefix}.embed.scale", place, self.device),
             wkv=self._dense(f"{prefix}.wkv"),
             q_weight=self._float(f"{prefix}.q_weight"),
             k_weight=self._float(f"{prefix}.k_weight"),
+            rows_per_rank=len(table),
         )

@@ -34,7 +34,7 @@ _HOMES = {
         "OperatorError",
         "PluginError",
         "RankError",
-    "RequestError",
+        "RequestError",
         "VerificationError",
     ),
     "minideepinfer.runtime.llm": ("LLM",),

@@ -135,4 +135,5 @@ class WeightLoader:
             wkv=self._dense(f"{prefix}.wkv"),
             q_weight=self._float(f"{prefix}.q_weight"),
             k_weight=self._float(f"{prefix}.k_weight"),
+            rows_per_rank=self.part.rows_per_rank(num_rows),
         )

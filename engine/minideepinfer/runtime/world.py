@@ -130,7 +130,9 @@ class _Ranks(World):
             return dist.TCPStore(host, port, None, serve, wait, wait_for_workers=False, multi_tenant=True)
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
-            raise RankError(f"rank {self.rank} of {self.size} cannot reach the store at {host}:{port}: {reason}") from None
+            raise RankError(
+                f"rank {self.rank} of {self.size} cannot reach the store at {host}:{port}: {reason}"
+            ) from None
 
     def _meet(self) -> None:
         beats = [f"beat/{rank}" for rank in range(self.size)]

@@ -1,14 +1,13 @@
 """The ranks of one model: how they start, tell each other small things, and stop together.
 
-Besides the launcher the only module of the engine that imports torch.distributed. Numbers travel through comm operators,
-which use the default process group that is made here. All else (new requests, who has work, results, faults) goes
-through a key-value store that rank 0, or torchrun, serves: the ranks may wait in it as long as nobody asks for anything,
-and it still answers when a collective has failed.
+Besides the launcher, the only module of the engine that imports torch.distributed. Numbers travel through comm
+operators, which use the default process group that is made here. All else (new requests, who has work, results, faults)
+goes through a key-value store that rank 0, or torchrun, serves: the ranks may wait in it as long as nobody asks for
+anything, and it still answers when a collective has failed.
 """
 
 from __future__ import annotations
 
-import atexit
 import os
 import pickle
 from collections.abc import Iterator, Sequence
@@ -19,6 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from minideepinfer.config import ParallelConfig
 from minideepinfer.errors import ConfigError, MiniDeepInferError, RankError
@@ -31,6 +31,10 @@ PART_BYTES = 4 << 20
 
 _FOREVER = timedelta(days=3650)
 _numbers = count()
+
+
+class _Lost(RankError):
+    """Others did not answer."""
 
 
 class World:
@@ -115,19 +119,18 @@ class _Ranks(World):
         self._prefix = f"mini-deepinfer/{next(_numbers)}"
         served_by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         self._root = self._connection(serve=rank == 0 and not served_by_torchrun)
-        self._store = dist.PrefixStore(self._prefix, self._root)
-        self._watch = Watch(dist.PrefixStore(self._prefix, self._connection()), rank, size, timeout)
+        self._store = PrefixStore(self._prefix, self._root)
+        self._watch = Watch(PrefixStore(self._prefix, self._connection()), rank, size, timeout)
         self._watch.beat()
         self._meet()
         self._root.set_timeout(_FOREVER)  # the watch ends what takes too long
         self._watch.start()
-        atexit.register(self.close)
 
-    def _connection(self, serve: bool = False) -> dist.TCPStore:
+    def _connection(self, serve: bool = False) -> TCPStore:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         wait = timedelta(seconds=self._timeout)
         try:
-            return dist.TCPStore(host, port, None, serve, wait, wait_for_workers=False, multi_tenant=True)
+            return TCPStore(host, port, None, serve, wait, wait_for_workers=False, multi_tenant=True)
         except RuntimeError as error:
             reason = str(error).partition("\n")[0]
             raise RankError(
@@ -151,7 +154,7 @@ class _Ranks(World):
             backend = "cpu:gloo,cuda:nccl"
         dist.init_process_group(
             backend,
-            store=dist.PrefixStore(f"{self._prefix}/group", self._connection()),
+            store=PrefixStore(f"{self._prefix}/group", self._connection()),
             rank=self.rank,
             world_size=self.size,
             timeout=timedelta(seconds=self._timeout / 2),
@@ -224,7 +227,6 @@ class _Ranks(World):
         return self.failure
 
     def _end(self) -> None:
-        atexit.unregister(self.close)
         self._watch.wait_for_others()
         self._watch.stop()
         del self._store, self._root
@@ -233,9 +235,9 @@ class _Ranks(World):
         data, key = pickle.dumps(value, pickle.HIGHEST_PROTOCOL), f"{number}/{self.rank}"
         parts = [data[at : at + PART_BYTES] for at in range(0, len(data), PART_BYTES)]
         for index, part in enumerate(parts[1:], start=1):
-            self._store.set(f"{key}/{index}", part)
+            self._store.set(f"{key}/{index}", part)  # type: ignore[arg-type]  # bytes are fine
             self._posted.append(f"{key}/{index}")
-        self._store.set(key, len(parts).to_bytes(4, "big") + parts[0])
+        self._store.set(key, len(parts).to_bytes(4, "big") + parts[0])  # type: ignore[arg-type]
         self._posted.append(key)
 
     def _take(self, number: int, ranks: Sequence[int], seconds: float | None) -> list[Any]:
@@ -249,15 +251,15 @@ class _Ranks(World):
 
     def _value(self, key: str, first: bytes) -> Any:
         if first.startswith(POISON):
-            raise RankError(first.removeprefix(POISON).decode())
+            raise _Lost(first.removeprefix(POISON).decode())
         parts = [first[4:], *(self._store.get(f"{key}/{i}") for i in range(1, int.from_bytes(first[:4], "big")))]
         return pickle.loads(b"".join(parts))
 
 
 def _is_loss(error: BaseException | None) -> bool:
-    """Whether an error only says that others are gone: one of the store, of a collective, or of this module."""
+    """Whether an error only says that others are gone, in the store or in a collective."""
     while error is not None:
-        if isinstance(error, (RankError, dist.DistError)):
+        if isinstance(error, (_Lost, dist.DistError)):
             return True
         if type(error) is RuntimeError and any(word in str(error).lower() for word in ("gloo", "nccl")):
             return True

@@ -54,7 +54,9 @@ class Watch(threading.Thread):
                 self._look()
             except RuntimeError as error:  # what the store raises
                 reason = str(error).partition("\n")[0]
-                self._decide(f"rank 0 of {self._size} has ended: the ranks' store cannot be reached ({reason})")
+                self._decide(
+                    f"the store of the {self._size} ranks, which rank 0 or torchrun serves, is gone ({reason})"
+                )
             if self.verdict:
                 self._end_stuck()
 
@@ -83,7 +85,7 @@ class Watch(threading.Thread):
         """What has gone wrong, now that something has; waits until this is known, but not longer than the grace."""
         self._silence = 8 * self._interval
         if not self.decided.wait(self.grace):
-            self._decide(f"{named(self._without('left/'), self._size)} took part no more")
+            self._decide(f"{named(self._without('stopped/'), self._size)} took part no more")
         return self.verdict
 
     def wait_for_others(self) -> None:

@@ -139,10 +139,13 @@ class _Ranks(World):
 
     def _meet(self) -> None:
         beats = [f"beat/{rank}" for rank in range(self.size)]
+        late = [0]  # if there is no answer, whoever serves the store has gone
         try:
-            self._store.wait(beats, timedelta(seconds=self._timeout))
+            # Rank 0 waits a little longer: it may serve the store, where the others find out who is late.
+            self._store.wait(beats, timedelta(seconds=self._timeout + (1 if self.rank == 0 else 0)))
         except RuntimeError:
-            late = [rank for rank, beat in enumerate(beats) if not self._store.check([beat])]
+            with suppress(RuntimeError):
+                late = [rank for rank, beat in enumerate(beats) if not self._store.check([beat])]
             raise RankError(f"{named(late, self.size)} did not start within {self._timeout:g} s") from None
 
     def connect(self, device: torch.device) -> None:
@@ -219,10 +222,12 @@ class _Ranks(World):
         with suppress(RuntimeError):
             if self.failure:
                 self._store.compare_set("fault", "", self.failure)
-            self._store.set(f"left/{self.rank}", "1")
+            self._store.set(f"stopped/{self.rank}", "1")
         if dist.is_initialized():
             _abandon_group()
         self.failure = self.failure or self._watch.settle()
+        with suppress(RuntimeError):
+            self._store.set(f"left/{self.rank}", "1")
         self._end()
         return self.failure
 

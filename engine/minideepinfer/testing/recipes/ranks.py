@@ -98,7 +98,7 @@ class RanksRecipe:
                     self.counts,
                     x=integers(-4, 5, count, self.hidden_size).to(dtype),
                     topk_ids=integers(*ids, count, self.topk).int(),
-                    topk_weights=integers(0, 5, count, self.topk) / 4,
+                    topk_weights=integers(0, 64, count, self.topk) / 64,
                     summands=integers(-4, 5, sum(self.counts), 5).float(),
                     tables=(integers(0, 256, rows, 7).to(torch.uint8), integers(0, 256, rows, 2).to(torch.uint8)),
                     row_ids=integers(0, SHARD * size - 1, count * 2),

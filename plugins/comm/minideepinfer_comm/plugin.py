@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from minideepinfer.operators import OperatorDeclaration, Properties, Tier, hookimpl
 
-from minideepinfer_comm.options import GroupOptions, refuses_several
+from minideepinfer_comm.options import GroupOptions, refuses_several, refuses_uneven
 
 OPERATORS = (
     OperatorDeclaration(
@@ -28,6 +28,18 @@ OPERATORS = (
         source="architecture section 3; torch.distributed",
         tier=Tier.OPTIMIZED,
         priority=10,
+        properties=Properties(deterministic=True, batch_invariant=True),
+        options=GroupOptions,
+    ),
+    OperatorDeclaration(
+        family="comm",
+        name="all_to_all",
+        summary="Sends a token only to the ranks that own one of its experts; NCCL or gloo.",
+        build="minideepinfer_comm.all_to_all:build",
+        source="architecture section 3; torch.distributed",
+        tier=Tier.OPTIMIZED,
+        priority=5,
+        refuses=refuses_uneven,
         properties=Properties(deterministic=True, batch_invariant=True),
         options=GroupOptions,
     ),

@@ -73,12 +73,12 @@ def test_made_up_ranks_append_strangers_and_return_own_rows() -> None:
     ranks = MadeUpRanks(3, strangers)
     ranks.set_routing([(torch.ones(6, 2, dtype=torch.int32), torch.ones(6, 2))])
     x, ids, weights = torch.zeros(2, 4), torch.zeros(2, 2, dtype=torch.int32), torch.zeros(2, 2)
-    sent = ranks.dispatch(x, ids, weights)
+    sent = ranks.dispatch(x, ids, weights).wait()
     assert torch.equal(sent.x, torch.cat([x, strangers[:4]]))
     assert sent.topk_ids[2:].eq(1).all()
-    assert torch.equal(ranks.combine(sent.x, sent.handle), x)
+    assert torch.equal(ranks.combine(sent.x, sent.handle).wait(), x)
     table = torch.arange(10, dtype=torch.uint8)[:, None]
-    assert ranks.fetch_rows(table, torch.tensor([3, 13, 29]))[:, 0].tolist() == [3, 3, 9]
+    assert ranks.fetch_rows([table], torch.tensor([3, 13, 29]), 30).wait()[0][:, 0].tolist() == [3, 3, 9]
 
 
 def test_experts_that_cannot_be_shared_evenly_are_refused() -> None:

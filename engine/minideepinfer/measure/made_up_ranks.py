@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minideepinfer.operators import Dispatched
+from minideepinfer.operators import Arrived, Dispatched
 
 Routing = tuple[Tensor, Tensor]
 
@@ -21,6 +21,7 @@ class MadeUpRanks:
     """
 
     rank = 0
+    sent_bytes = 0
 
     def __init__(self, world_size: int, strangers: Tensor) -> None:
         """Keep the strangers' rows.
@@ -44,30 +45,35 @@ class MadeUpRanks:
         """Start a step: the next dispatch is that of the first layer."""
         self.dispatched_ids.clear()
 
+    def prepare(self, counts: Sequence[int]) -> MadeUpRanks:
+        """The strangers have as many rows as this rank."""
+        return self
+
     def all_gather(self, x: Tensor, counts: Sequence[int]) -> Tensor:
-        """Not part of this benchmark."""
-        raise NotImplementedError("one rank, no network: nothing is gathered")
+        """As many rows on every rank as here."""
+        return x.repeat(self.world_size, *[1] * (x.dim() - 1))
 
     def reduce_scatter(self, x: Tensor, counts: Sequence[int]) -> Tensor:
         """Not part of this benchmark."""
         raise NotImplementedError("one rank, no network: nothing is reduced")
 
-    def dispatch(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Dispatched:
+    def dispatch(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Arrived[Dispatched]:
         """This rank's rows, followed by the strangers'."""
         others = (self.world_size - 1) * len(x)
         ids, weights = self._routing[len(self.dispatched_ids)]
         self.dispatched_ids.append(torch.cat([topk_ids, ids[:others]]))
-        return Dispatched(
+        dispatched = Dispatched(
             torch.cat([x, self.strangers[:others]]),
             self.dispatched_ids[-1],
             torch.cat([topk_weights, weights[:others]]),
             handle=len(x),
         )
+        return Arrived(dispatched)
 
-    def combine(self, partial: Tensor, handle: Any) -> Tensor:
+    def combine(self, partial: Tensor, handle: Any) -> Arrived[Tensor]:
         """The partial sums of this rank's own rows."""
-        return partial[:handle]
+        return Arrived(partial[:handle])
 
-    def fetch_rows(self, table: Tensor, row_ids: Tensor) -> Tensor:
-        """Rows of a table that holds a part of the real one: row numbers are taken modulo its length."""
-        return table[(row_ids % len(table)).to(table.device)].to(row_ids.device)
+    def fetch_rows(self, tables: Sequence[Tensor], row_ids: Tensor, rows_per_rank: int) -> Arrived[tuple[Tensor, ...]]:
+        """Rows of tables that hold a part of the real ones: row numbers are taken modulo their length."""
+        return Arrived(tuple(table[(row_ids % len(table)).to(table.device)].to(row_ids.device) for table in tables))

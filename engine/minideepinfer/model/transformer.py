@@ -14,7 +14,7 @@ from minideepinfer.model.hyper_connections import HyperConnections
 from minideepinfer.model.linear import wide_linear
 from minideepinfer.model.step import Step
 from minideepinfer.model.weights import ModelWeights
-from minideepinfer.operators import Phase
+from minideepinfer.operators import CommOperator, Phase
 
 
 class TextModel:
@@ -27,6 +27,7 @@ class TextModel:
         blocks: Sequence[Block],
         mixing: HyperConnections,
         epilogue: Epilogue,
+        comm: CommOperator,
         dtype: torch.dtype,
     ) -> None:
         self.config = config
@@ -34,6 +35,7 @@ class TextModel:
         self.blocks = tuple(blocks)
         self.mixing = mixing
         self.epilogue = epilogue
+        self.comm = comm
         self.dtype = dtype
 
     def embed(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -45,7 +47,7 @@ class TextModel:
         return embedded.unsqueeze(1).repeat(1, num_streams, 1), pre
 
     def forward(self, step: Step) -> Tensor:
-        """Run a step through all blocks.
+        """Run a step through all blocks that a row of any rank enters.
 
         Args:
             step: the rows.
@@ -53,15 +55,17 @@ class TextModel:
         Returns:
             The collapsed output `[T', H]` of the rows that ran the last block (`step.decoder`).
         """
+        step.meet(self.comm)
+        blocks = [block for block in self.blocks if step.rows_anywhere(block.layer)]
+        for block in blocks:
+            block.start(step)
         with step.clock.stage("embedding"):
             streams, pre = self.embed(step.token_ids)
         state = HandOver(streams, pre)
         if step.recorder.wants("embed"):
             step.recorder.record("embed", streams[:, 0], step.encoder.request_ids)
-        for block in self.blocks:
+        for block in blocks:
             state = block.forward(state, step)
-            if not len(state.streams):  # nobody's rows go on; a world of ranks would have to agree on this
-                break
         with step.clock.stage("mhc"):
             return self.mixing.collapse(state.streams, state.pre, step.decoder.phase)
 

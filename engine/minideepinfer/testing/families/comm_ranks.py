@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +18,7 @@ from minideepinfer.testing.contract import Crash, Outputs, Refused, Violation
 from minideepinfer.testing.families.moe_ranks import on_ranks, split
 from minideepinfer.testing.processes import started
 from minideepinfer.testing.recipes.batch import facts
+from minideepinfer.testing.recipes.comm import CommCase
 from minideepinfer.testing.recipes.moe import MoeCase, MoeRecipe
 from minideepinfer.testing.recipes.ranks import RankCase, RanksRecipe, expected
 from minideepinfer.testing.subject import Subject, difference, on_device
@@ -35,6 +37,8 @@ def scenarios(size: int, dtype: str) -> list[RanksRecipe]:
     return [
         base,
         replace(base, routing="last"),
+        replace(base, routing="first", topk=4),
+        replace(base, routing="none"),
         replace(base, counts=(0,) * size),
         replace(base, counts=(0,) * (size - 1) + (5,), hidden_size=1030, topk=4),
         replace(base, counts=tuple(range(1, size + 1)), hidden_size=1030, topk=6, seed=1),
@@ -58,11 +62,15 @@ def check_comm(run: Runs, recipe: RanksRecipe) -> None:
 
 @dataclass(frozen=True)
 class _Request:
-    """What a process is to build and call: operators by family, each with its problem, and the case."""
+    """What a process is to build and call: operators by family, each with its problem, and the case.
+
+    `counts` are the rows of each rank where the case wants a `TokenExchange`, not the comm operator itself.
+    """
 
     operators: Mapping[str, tuple[RegisteredOperator, Problem]]
     device: str
     case: Any
+    counts: Sequence[int] | None = None
 
 
 _BUILT: dict[Any, Any] = {}
@@ -74,9 +82,11 @@ def serve(rank: int, request: _Request) -> Outputs:
     device = torch.device(request.device, rank) if request.device == "cuda" else torch.device(request.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    operators = [_built(registered, problem, device) for registered, problem in request.operators.values()]
+    built = {family: _built(*operator, device) for family, operator in request.operators.items()}
+    if request.counts is not None:
+        built["comm"] = built["comm"].prepare(request.counts)
     case = map_tensors(request.case, lambda tensor: tensor.to(device))
-    outputs = case.run(*operators)
+    outputs = case.run(*built.values())
     named = outputs if isinstance(outputs, dict) else {"y": outputs}
     return {name: tensor.cpu() for name, tensor in named.items()}
 
@@ -114,12 +124,24 @@ def between_processes(subject: Subject, recipe: RanksRecipe) -> bool:
         operator = _portable(subject.registered)
         requests = [_Request({"comm": (operator, subject.problem(case))}, subject.device.type, case) for case in cases]
         subject.tally.ran += len(cases)
-        return _in_processes(subject, requests)
+        return _in_processes(subject, requests) if len(cases) > 1 else [serve(0, requests[0])]
 
     served = subject.serves(recipe.build()[0].problem)
     if served:
         check_comm(run, recipe)
     return served
+
+
+def some_between_processes(subject: Subject, case: CommCase) -> None:
+    """As many tokens as a call on one rank has, shared out unevenly and routed unevenly, give every rank its own."""
+    seed = int(case.topk_ids.sum()) + 31 * case.units + case.x.shape[1]
+    dtype = str(case.x.dtype).removeprefix("torch.")
+    chance = random.Random(seed)
+    for size in (1, *SIZES):
+        of = [chance.randrange(size) for _ in range(case.units)]
+        counts = tuple(of.count(rank) for rank in range(size))
+        routing = chance.choice(("any", "any", "first", "last", "none"))
+        between_processes(subject, RanksRecipe(counts, dtype, case.x.shape[1], case.topk_ids.shape[1], routing, seed))
 
 
 def with_experts(subject: Subject) -> None:
@@ -147,7 +169,7 @@ def _wholes(dtypes: Sequence[str], sizes: Sequence[int]) -> Iterator[tuple[MoeCa
     """Calls of one rank, and how many of their tokens each of several ranks has."""
     recipe = MoeRecipe(tokens=6, num_experts=8, num_local_experts=8, topk=3, hidden_size=128, intermediate_size=64)
     for dtype in dtypes:
-        for given in ("gate", "any"):
+        for given in ("gate", "any", "one"):
             whole = replace(recipe, dtype=dtype, routing=given).build()
             for size in sizes:
                 yield replace(whole, x=whole.x.nan_to_num(1.0)), (4, *[0] * (size - 2), 2) if size > 1 else (6,)
@@ -164,7 +186,7 @@ def check_chain(
     for case in cases:
         problems = {"moe": subject.problem(case), "comm": comm_problem(whole, len(counts))}
         operators = {"moe": (_portable(moe), problems["moe"]), "comm": (_portable(comm), problems["comm"])}
-        requests.append(_Request(operators, subject.device.type, case))
+        requests.append(_Request(operators, subject.device.type, case, counts))
     subject.tally.ran += len(cases)
     found = _in_processes(subject, requests) if len(cases) > 1 else [serve(0, requests[0])]
     y: Tensor = torch.cat([outputs["y"] for outputs in found])

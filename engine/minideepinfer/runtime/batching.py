@@ -49,13 +49,23 @@ class Part:
         return range(self.end - 1 if self.end == len(self.request.token_ids) else self.end, self.end)
 
 
+def tail_rows(config: TextConfig, replay: str) -> int | None:
+    """Last rows of a prompt that run the layers from the candidate source on (architecture section 6, spec 4.2).
+
+    Returns:
+        None = all of them (`full`); W, the window (`bounded`); with `halo` W + (n - 1)(W - 1) for the n layers behind
+        the candidate source, each of which loses W - 1 rows at the front to a window that is cut off there.
+    """
+    window, behind = config.sliding_window, sum(layer.behind_candidate_source for layer in config.layers)
+    return {"full": None, "halo": window + max(0, behind - 1) * (window - 1), "bounded": window}[replay]
+
+
 def make_parts(scheduled: Sequence[ScheduledRequest], config: TextConfig, replay: str) -> list[Part]:
     """Give every scheduled request its phase and its floor; decode requests first, otherwise in the order given."""
-    parts = []
+    tail, parts = tail_rows(config, replay), []
     for item in scheduled:
         request, start = item.request, item.request.num_computed_tokens
-        narrows = replay == "bounded" and request.logits != "all"
-        floor = max(0, request.num_prompt_tokens - config.sliding_window) if narrows else 0
+        floor = 0 if tail is None or request.logits == "all" else max(0, request.num_prompt_tokens - tail)
         phase = item.phase(1 + config.dspark_block_size)
         parts.append(Part(request, phase, start, start + item.num_new_tokens, floor))
     return sorted(parts, key=lambda part: part.phase != Phase.DECODE)

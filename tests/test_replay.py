@@ -7,7 +7,8 @@ from itertools import repeat
 import pytest
 from engine_fixtures import Arrival, play, poison, runner_of, text_tokens
 from minideepinfer.config import ModelConfig
-from minideepinfer.runtime.batching import make_parts, tail_rows
+from minideepinfer.runtime.batching import make_parts
+from minideepinfer.runtime.replay import tail_rows
 from minideepinfer.runtime.request import Request
 from minideepinfer.runtime.scheduler import ScheduledRequest
 from torch import Tensor

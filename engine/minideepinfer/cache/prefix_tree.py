@@ -17,7 +17,7 @@ class PrefixStatistics:
     """Totals since the start.
 
     Attributes:
-        lookups: prompts looked up.
+        lookups: prompts that were admitted.
         hits: of them, those with at least one page.
         lookup_tokens: tokens looked up.
         hit_tokens: of them, those that were found.
@@ -29,6 +29,13 @@ class PrefixStatistics:
     lookup_tokens: int = 0
     hit_tokens: int = 0
     evicted_pages: int = 0
+
+    def count(self, prompt: int, hit: int) -> None:
+        """Count a prompt that was admitted, and how many of its tokens were found."""
+        self.lookups += 1
+        self.hits += bool(hit)
+        self.lookup_tokens += prompt
+        self.hit_tokens += hit
 
 
 @dataclass(eq=False)
@@ -75,11 +82,6 @@ class PrefixTree:
         self._touch(path)
         pages = [node.page for node in path]
         self._pages.share(pages)
-        found = self.statistics
-        found.lookups += 1
-        found.hits += bool(pages)
-        found.lookup_tokens += len(token_ids)
-        found.hit_tokens += len(pages) * self._pages.page_tokens
         return pages
 
     def insert(self, token_ids: Sequence[int], pages: Sequence[int]) -> None:

@@ -52,6 +52,9 @@ class CacheConfig(_Frozen):
     num_pages: int = Field(
         1024, gt=0, lt=2**31, description="pages of the global pool, the page budget of the scheduler"
     )
+    prefix: bool = Field(
+        False, description="keep global entries of earlier prompts and compute only what is new (see `replay`)"
+    )
     max_requests: int = Field(16, gt=0, lt=2**31, description="requests that hold window rings at the same time")
 
 

@@ -40,7 +40,10 @@ class EntryRows:
 class Rows:
     """T packed rows of R requests, decode requests first; `batches` are the same rows by phase.
 
-    Attributes are those of `Batch`, over all phases.
+    Attributes are those of `Batch`, over all phases, and one more.
+
+    Attributes:
+        shared_lens: first tokens of each request whose global entries are there already and are not written again.
     """
 
     seqlens: tuple[int, ...]
@@ -51,6 +54,7 @@ class Rows:
     block_table: Tensor
     page_tokens: int
     batches: tuple[Batch, ...]
+    shared_lens: tuple[int, ...]
     _ring_rows: dict[int, Tensor] = field(default_factory=dict)
     _entries: dict[int, EntryRows] = field(default_factory=dict)
 
@@ -64,6 +68,7 @@ class Rows:
         ring_table: Tensor,
         block_table: Tensor,
         page_tokens: int,
+        shared_lens: Sequence[int] = (),
     ) -> Rows:
         """Pack requests; decode requests must come first.
 
@@ -75,6 +80,7 @@ class Rows:
             ring_table: int64 `[R]` on the compute device, as is all that follows.
             block_table: int32 `[R, max_pages]`.
             page_tokens: tokens per page.
+            shared_lens: see `Rows`, multiples of every ratio; empty = none.
         """
         assert list(phases) == sorted(phases), "decode requests come first"  # "decode" < "prefill"
         device = ring_table.device
@@ -115,6 +121,7 @@ class Rows:
             block_table=block_table,
             page_tokens=page_tokens,
             batches=tuple(batches),
+            shared_lens=tuple(shared_lens) or (0,) * len(seqlens),
         )
 
     @property
@@ -150,8 +157,8 @@ class Rows:
 
     def _find_entries(self, ratio: int) -> EntryRows:
         lens, starts = (torch.tensor(x, dtype=torch.int64) for x in (self.seqlens, self.context_lens))
-        ends, first = starts + lens, starts // ratio
-        counts = ends // ratio - first
+        ends, first = starts + lens, torch.maximum(starts, torch.tensor(self.shared_lens, dtype=torch.int64)) // ratio
+        counts = (ends // ratio - first).clamp(min=0)
         owner = torch.repeat_interleave(torch.arange(len(counts)), counts)
         entry = torch.arange(len(owner)) - (counts.cumsum(0) - counts - first)[owner]
         row_of_position_0 = lens.cumsum(0) - ends

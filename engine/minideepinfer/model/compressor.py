@@ -37,7 +37,7 @@ class Compressor:
         Returns:
             Main entries `[N, head_dim]` and index keys `[N, index_head_dim]` as stored, and where they went.
         """
-        entries = rows.entries(self.layer.compress_ratio)
+        entries = rows.entries(self.layer.compress_ratio, cache.pair_slots)
         latent = self._latent(x, entries, cache)
         cos, sin = self.rope.cos_sin(entries.positions)
         main = apply_rope(latent, cos, sin)
@@ -60,8 +60,10 @@ class Compressor:
     def _pool(pair: Tensor, entries: EntryRows, pending: Tensor) -> Tensor:
         """Gate the two tokens of each entry, channel by channel; `pair` is float32 `[T, 2, head_dim]` of (k, s)."""
         first = torch.where(
-            entries.pending[:, None, None], pending[entries.rings], pair[(entries.rows - 1).clamp(min=0)]
+            entries.pending[:, None, None],
+            pending[entries.rings, entries.slots],
+            pair[(entries.rows - 1).clamp(min=0)],
         )
         k, s = torch.stack([first, pair[entries.rows]], dim=1).unbind(2)
-        pending[entries.open_rings] = pair[entries.open_rows]
+        pending[entries.half_rings, entries.half_slots] = pair[entries.half_rows]
         return (torch.softmax(s, dim=1) * k).sum(1)

@@ -199,6 +199,7 @@ class Engine:
                 for result in self.step(recorder):
                     pieces[result.request.request_id].append(result.logits.cpu())
                     if result.request.num_computed_tokens == len(result.request.token_ids):
+                        self.scheduler.publish(result.request, complete=True)
                         self.scheduler.finish(result.request)
                         unfinished.remove(result.request.request_id)
         finally:
@@ -219,5 +220,6 @@ class Engine:
         generation.accept(result.positions, result.logits)
         if generation.finish_reason is not None:
             del self._generations[result.request.request_id]
+            self.scheduler.publish(result.request, complete=True)
             self.scheduler.finish(result.request)
         return True

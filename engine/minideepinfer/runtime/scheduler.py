@@ -202,8 +202,41 @@ class Scheduler:
             self._prefixes.evict(lacking)
         return count <= self.pages.num_free
 
-    def publish(self, request: Request) -> None:
-        """Offer the complete pages of a request to later prompts, after a step that ended well."""
+    def publish(self, request: Request, *, complete: bool = False) -> None:
+        """Offer the complete pages of a request to later prompts, after a step that ended well.
+
+        Args:
+            request: a running one.
+            complete: nothing will be taken back any more; else pages that `truncate` may reach are left out.
+        """
         if self._prefixes is not None:
-            count = request.num_computed_tokens // self.pages.page_tokens
+            computed = request.num_computed_tokens
+            final = computed if complete else self._least(request)
+            count = min(computed, final) // self.pages.page_tokens
             self._prefixes.insert(request.token_ids[: count * self.pages.page_tokens], request.pages[:count])
+
+    def truncate(self, request: Request, num_tokens: int) -> None:
+        """Take the last tokens of a running request back, as if they had never been computed.
+
+        Window rings, kept halves of pairs and the pages behind `publish` hold what the tokens before them left.
+
+        Args:
+            request: a running one.
+            num_tokens: tokens that it keeps, computed or known.
+
+        Raises:
+            RequestError: more would be taken back than a draft block, or some of the prompt.
+        """
+        computed, least = request.num_computed_tokens, self._least(request)
+        if not least <= num_tokens <= len(request.token_ids):
+            raise RequestError(
+                f"request {request.request_id}: cannot go back to {num_tokens} tokens; it has {computed} computed ones "
+                f"of {len(request.token_ids)}, {request.num_prompt_tokens} of them its prompt, and at most "
+                f"{self.decode_rows - 1} can be taken back: {least} to {len(request.token_ids)} tokens can stay"
+            )
+        del request.token_ids[num_tokens:]
+        request.num_computed_tokens = min(computed, num_tokens)
+
+    def _least(self, request: Request) -> int:
+        """Tokens that stay whatever is taken back: the prompt, and all but a draft block."""
+        return max(request.num_prompt_tokens, request.num_computed_tokens - (self.decode_rows - 1))

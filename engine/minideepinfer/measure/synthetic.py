@@ -52,7 +52,7 @@ class SyntheticWeights:
         self.share = share
         self.dtype = dtype
         self.device = device
-        self._generator = torch.Generator(device).manual_seed(seed)
+        self.generator = torch.Generator(device).manual_seed(seed)
 
     def make(self) -> ModelWeights:
         """All weights of the rank."""
@@ -65,10 +65,10 @@ class SyntheticWeights:
     def normal(self, *shape: int, gain: float = 1.0, dtype: torch.dtype | None = None) -> Tensor:
         """Normal numbers of standard deviation `gain`, made in place."""
         values = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
-        return values.normal_(0.0, gain, generator=self._generator)
+        return values.normal_(0.0, gain, generator=self.generator)
 
     def _bytes(self, *shape: int, low: int = 0, high: int = 256) -> Tensor:
-        return torch.randint(low, high, shape, dtype=torch.uint8, device=self.device, generator=self._generator)
+        return torch.randint(low, high, shape, dtype=torch.uint8, device=self.device, generator=self.generator)
 
     def _matrix(self, rows: int, columns: int, dtype: torch.dtype | None = None) -> Tensor:
         return self.normal(rows, columns, gain=columns**-0.5, dtype=dtype)

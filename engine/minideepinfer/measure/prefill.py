@@ -17,7 +17,7 @@ from minideepinfer.measure.facts import MachineWatch, software
 from minideepinfer.measure.rank import Rank, RankShape, with_cache
 from minideepinfer.measure.rates import measured_rates
 from minideepinfer.measure.record import Measurement, Record
-from minideepinfer.measure.steps import Profile, StepTimes, fused_stages, time_steps
+from minideepinfer.measure.steps import WITH_STAGES, Profile, StepTimes, fused_stages, time_steps
 from minideepinfer.measure.timing import summary
 from minideepinfer.model.step import Step
 from minideepinfer.operators import Phase
@@ -153,7 +153,7 @@ def measure_prefill(
     problem: PrefillProblem,
     *,
     name: str = "prefill",
-    profile: Profile = Profile(stages=True),
+    profile: Profile = WITH_STAGES,
     rates: Mapping[str, float] | None = None,
     bench: PrefillBench | None = None,
     progress: Callable[[str], None] = lambda what: None,
@@ -184,9 +184,7 @@ def measure_prefill(
     progress("warming up")
     bench.check()
     progress("measuring")
-    times = time_steps(
-        bench.rank, bench.step, bench.renew, steps=problem.steps, warmup=problem.warmup, profile=profile
-    )
+    times = time_steps(bench.rank, bench.step, bench.renew, steps=problem.steps, warmup=problem.warmup, profile=profile)
     machine = watch.machine()
     values = _values(bench, times)
     if rates is None:
@@ -258,7 +256,11 @@ def _values(bench: PrefillBench, times: StepTimes) -> dict[str, Measurement]:
     values = {
         "step": step,
         "tokens_per_second": Measurement(
-            median=tokens / step.median, low=tokens / step.high, high=tokens / step.low, repeats=repeats, unit="tokens/s"
+            median=tokens / step.median,
+            low=tokens / step.high,
+            high=tokens / step.low,
+            repeats=repeats,
+            unit="tokens/s",
         ),
     }
     low, mean, high = bench.rows_per_expert()
@@ -274,6 +276,12 @@ def _values(bench: PrefillBench, times: StepTimes) -> dict[str, Measurement]:
         values["kernels"] = _once(times.kernels.total, "ms")
         values["communication_hidden"] = _once(times.kernels.hidden, "ms")
     return values
+
+
+def throughput(tokens: int, step: Measurement) -> Measurement:
+    """Tokens a second, of a step's milliseconds."""
+    median, low, high = (1e3 * tokens / time for time in (step.median, step.high, step.low))
+    return Measurement(median=median, low=low, high=high, repeats=step.repeats, unit="tokens/s")
 
 
 def _once(number: float, unit: Any) -> Measurement:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from minideepinfer.cli import bench_prefill
+from minideepinfer.cli import bench_decode, bench_prefill
 
 
 def add_parser(subparsers: Any) -> None:
     """Register the command."""
-    parser = subparsers.add_parser("bench", help="measure: the fixed prefill benchmark")
+    parser = subparsers.add_parser("bench", help="measure: steps of one rank")
     actions = parser.add_subparsers(dest="action", required=True, metavar="WHAT")
     bench_prefill.add_parser(actions)
+    bench_decode.add_parser(actions)

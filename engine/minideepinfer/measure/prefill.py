@@ -19,7 +19,7 @@ from minideepinfer.measure.record import Measurement, Record
 from minideepinfer.measure.step_values import once, step_values
 from minideepinfer.measure.steps import WITH_STAGES, Profile, StepTimes, fused_stages, time_steps
 from minideepinfer.model.step import Step
-from minideepinfer.operators import Phase
+from minideepinfer.operators import Phase, Stage
 from minideepinfer.runtime.request import Request
 from minideepinfer.runtime.scheduler import ScheduledRequest
 
@@ -183,6 +183,8 @@ def measure_prefill(
     if rates is None:
         progress("measuring rates")
         rates = measured_rates(device)
+    bench.rewind()
+    floors = bench.rank.costs(bench.new_step(), num_logits=1).floors(rates)
     return Record(
         benchmark="prefill",
         name=name,
@@ -196,6 +198,7 @@ def measure_prefill(
         values=values,
         stages=times.stages,
         inside=fused_stages(bench.rank.operators(Phase.PREFILL)) if times.stages else {},
+        floors={**floors, "step": sum(floors.values()) - floors[Stage.FP4_DECODING]},
         rates=dict(rates),
     )
 

@@ -13,6 +13,7 @@ from minideepinfer.config import EngineConfig, ModelConfig
 from minideepinfer.errors import ConfigError
 from minideepinfer.measure.made_up_ranks import MadeUpRanks
 from minideepinfer.measure.stages import SwitchedClock
+from minideepinfer.measure.step_costs import ExpertRows, StepCosts
 from minideepinfer.measure.synthetic import Share, SyntheticWeights
 from minideepinfer.model.engram_hash import EngramHash
 from minideepinfer.model.step import Step
@@ -139,6 +140,11 @@ class Rank:
             found += [block.moe[phase], block.attention.attention[phase]]
             found += [block.attention.indexer[phase]] if block.attention.indexer else []
         return found
+
+    def costs(self, step: Step, num_logits: int) -> StepCosts:
+        """What a step like the last one costs at least."""
+        experts = {layer: ExpertRows.of(ids, self.local) for layer, ids in self.ranks.dispatched_ids.items()}
+        return StepCosts(self.config, self.setup.plan, step, experts, num_logits)
 
     def described(self) -> dict[str, Any]:
         """What was measured, in plain data."""

@@ -25,6 +25,18 @@ def prefill_lines(record: Record) -> list[str]:
         f"rows per expert: min {least:.0f}, mean {mean:.1f}, max {most:.0f}{_memory(record)}",
         *_distance(record),
     ]
+    lines.append(f"floor of all stages {record.floors['step']:.1f} ms, {step.median / record.floors['step']:.2f} times")
+    return [*lines, *stage_lines(record)] if record.stages else lines
+
+
+def decode_lines(record: Record) -> list[str]:
+    """One batch of `bench decode`, behind headline and plan."""
+    step, speed, moved = (record.values[name] for name in ("step", "tokens_per_second", "bytes"))
+    lines = [
+        f"{record.name}: step {step.median:.2f} ms ({step.low:.2f} to {step.high:.2f}), {speed.median:,.0f} tokens/s; "
+        f"{moved.median / 1e9:.3g} GB at {record.values['bandwidth'].median:,.0f} GB/s, "
+        f"{step.median / record.floors['step']:.2f} times the floor of {record.floors['step']:.3g} ms",
+    ]
     return [*lines, *stage_lines(record)] if record.stages else lines
 
 

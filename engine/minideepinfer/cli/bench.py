@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from minideepinfer.cli import bench_decode, bench_prefill
+from minideepinfer.cli.bench_decode import add_decode
+from minideepinfer.cli.bench_kernel import add_kernel
+from minideepinfer.cli.bench_prefill import add_prefill
 
 
 def add_parser(subparsers: Any) -> None:
     """Register the command."""
-    parser = subparsers.add_parser("bench", help="measure: steps of one rank")
+    parser = subparsers.add_parser("bench", help="measure operators and the steps of one rank, and compare")
     actions = parser.add_subparsers(dest="action", required=True, metavar="WHAT")
-    bench_prefill.add_parser(actions)
-    bench_decode.add_parser(actions)
+    for add in (add_prefill, add_decode, add_kernel):
+        add(actions)

@@ -9,7 +9,7 @@ from minideepinfer.cli.bench_prefill import CONFIGS, add_step_options, model_of,
 from minideepinfer.cli.options import engine_config
 
 
-def add_parser(actions: Any) -> None:
+def add_decode(actions: Any) -> None:
     """Register the command."""
     parser = actions.add_parser("decode", help="the same rank, one new token for each of its requests")
     parser.add_argument("--preset", choices=CONFIGS, default="v41-rank")

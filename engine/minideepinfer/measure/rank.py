@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -99,6 +99,11 @@ class Rank:
         self._generator = torch.Generator(self.setup.device).manual_seed(shape.seed)
         self._kept = [tensor.clone() for tensor in self._overwritten()]
         self.draw_others()
+
+    def set_replay(self, replay: Literal["full", "bounded"]) -> None:
+        """From now on this many prompt rows run the decoder layers; nothing else depends on it."""
+        engine = self.setup.engine_config.model_copy(update={"replay": replay})
+        self.setup = replace(self.setup, engine_config=engine)
 
     @torch.inference_mode()
     def draw_others(self) -> None:

@@ -88,7 +88,7 @@ class Rank:
         """
         self.shape, self.config = shape, model_config.text_config
         share = shape.share(model_config)
-        self.setup = Setup.of(model_config, engine_config, adjust=lambda problem: _of_rank(problem, shape.world_size))
+        self.setup = Setup.of(model_config, engine_config, adjust=lambda problem: of_rank(problem, shape.world_size))
         self.clock = SwitchedClock(NoClock())
         self._hash = EngramHash(model_config, None, self.setup.device)
         maker = SyntheticWeights(self.config, share, self.setup.dtype, self.setup.device, shape.seed)
@@ -189,7 +189,7 @@ class Rank:
             torch.cuda.synchronize(self.setup.device)
 
 
-def _of_rank(problem: Problem, world_size: int) -> Problem:
+def of_rank(problem: Problem, world_size: int) -> Problem:
     """A rank's MoE problems hold only its share of the experts."""
     if not isinstance(problem, MoeProblem):
         return problem

@@ -125,6 +125,8 @@ class Rank:
         parts = make_parts(scheduled, self.config, engine.replay)
         step = build_step(parts, self.config, self._hash, engine.cache.page_tokens, device)
         step.clock = self.clock
+        world_size = self.shape.world_size
+        step.counts = (step.encoder.num_tokens,) * world_size, (step.decoder.num_tokens,) * world_size
         return step, wanted_rows(parts).to(device)
 
     @torch.inference_mode()

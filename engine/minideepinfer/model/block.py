@@ -113,6 +113,22 @@ class Block:
         following = self.mixing.advance(entered, output, self.following, rows.phase)
         return HandOver(following.streams, pre, following)
 
+    def prepare(self, step: Step) -> None:
+        """Do the host's work for this block; before the first one, since copies from the host wait for the device."""
+        entering = step.rows_entering(self.layer)
+        rows = step.source if self.layer.is_candidate_source else entering
+        if self.layer.is_kv_source:
+            entering.entries(self.layer.compress_ratio)
+        if self.layer.is_candidate_source and step.narrowing is not None:
+            step.narrowing.dropped_rows.ring_rows(self.attention.cache.ring_size)
+        rows.ring_rows(self.attention.cache.ring_size)
+        for batch in rows.batches:
+            step.prepared(self.attention.attention[batch.phase], batch)
+            if self.layer.is_index_source:
+                step.prepared(self.attention.indexer[batch.phase], batch)
+        step.prepared(self.moe[rows.phase], rows.batches)
+        step.exchange(self.comm, self.layer)
+
     def start(self, step: Step) -> None:
         """Send for Engram rows, where the block has any; before the first block, so that they travel meanwhile."""
         if self.weights.engram is not None:

@@ -56,6 +56,8 @@ class TextModel:
         blocks = [block for block in self.blocks if step.rows_anywhere(block.layer)]
         for block in blocks:
             block.start(step)
+        for block in blocks:
+            block.prepare(step)
         with step.clock.stage(Stage.HEAD):
             streams, pre = self.embed(step.token_ids)
         state = HandOver(streams, pre)

@@ -134,7 +134,7 @@ def test_a_strangers_mistake_is_noticed(monkeypatch: pytest.MonkeyPatch, capsys:
         run = sinkless  # type: ignore[assignment]
 
     plugins = Plugins(monkeypatch)
-    module = plugins.module(build=lambda context: Sinkless(context.problem))
+    module = plugins.module(build=lambda context: Sinkless(context.problem, context.clock))
     install(monkeypatch, plugins.points([declaration("sinkless", build=f"{module}:build")]))
     arguments = ["verify", str(TINY_A), "--variant", "fp32-noq", "--sequence", "s7", "--json"]
     assert main([*arguments, "--ops", "attention=sinkless"]) == 1

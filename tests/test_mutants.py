@@ -13,7 +13,7 @@ from minideepinfer.testing.checking import FAILED, check_one, check_operator
 from minideepinfer.testing.search import PROFILES
 from minideepinfer.testing.subject import Subject
 from minideepinfer.testing.tolerances import conformance
-from mutants import Mutant, attention, comm, indexer, moe, residual
+from mutants import Mutant, attention, comm, epilogue, indexer, moe, residual
 from mutants.faults import FAULTS
 
 sys.path.append(str(Path(__file__).parents[1] / "examples/acme_ops"))
@@ -34,6 +34,7 @@ MUTANTS = [
     *((mutant, NAIVE["moe"]) for mutant in moe.NAIVE),
     *((mutant, NAIVE["comm"]) for mutant in comm.NAIVE),
     *((mutant, NAIVE["residual"]) for mutant in residual.NAIVE),
+    *((mutant, NAIVE["epilogue"]) for mutant in epilogue.NAIVE),
 ]
 KILLED: list[str] = []
 QUICK = replace(PROFILES["quick"], shrink=False)

@@ -59,7 +59,7 @@ class SyntheticWeights:
         config = self.config
         layers = [self._layer(layer) for layer in config.layers[: self.share.num_layers]]
         vocabulary = (config.vocab_size, config.hidden_size)
-        head = self.normal(*vocabulary, gain=config.hidden_size**-0.5, dtype=torch.float32)
+        head = self.normal(*vocabulary, gain=config.hidden_size**-0.5)
         return ModelWeights(self.normal(*vocabulary), head, self._ones(config.hidden_size), layers)
 
     def normal(self, *shape: int, gain: float = 1.0, dtype: torch.dtype | None = None) -> Tensor:
@@ -114,11 +114,9 @@ class SyntheticWeights:
         )
 
     def _compressor(self, layer: LayerSchedule) -> CompressorWeights:
-        config, pools = self.config, layer.compress_ratio > 1
-        exact = torch.float32 if pools else self.dtype
+        config, parts = self.config, 2 if layer.compress_ratio > 1 else 1
         return CompressorWeights(
-            wkv=self._matrix(config.head_dim, config.hidden_size, exact),
-            wgate=self._matrix(config.head_dim, config.hidden_size, torch.float32) if pools else None,
+            wkv=self._matrix(parts * config.head_dim, config.hidden_size),
             norm=self._ones(config.head_dim),
             wk=self._matrix(config.index_head_dim, config.head_dim),
             k_norm=self._ones(config.index_head_dim),

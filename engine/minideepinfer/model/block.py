@@ -11,6 +11,7 @@ from torch import Tensor
 from minideepinfer.config import LayerSchedule, TextConfig
 from minideepinfer.model.attention import AttentionLayer
 from minideepinfer.model.engram import engram_values, inject, start_fetch
+from minideepinfer.model.epilogue import Epilogue
 from minideepinfer.model.hyper_connections import HyperConnections, Site
 from minideepinfer.model.rows import Rows
 from minideepinfer.model.step import Step
@@ -48,7 +49,7 @@ class Block:
         attention_site: where attention takes its input.
         moe_site: where the experts take theirs.
         following: the attention site of the next block; None if Engram, or nothing, lies between.
-        activation_quantization: `released` or `none`.
+        epilogue: what follows a dense product.
     """
 
     layer: LayerSchedule
@@ -62,7 +63,7 @@ class Block:
     attention_site: Site
     moe_site: Site
     following: Site | None
-    activation_quantization: str
+    epilogue: Epilogue
 
     @property
     def name(self) -> str:
@@ -120,8 +121,8 @@ class Block:
         if self.layer.is_kv_source:
             entering.entries(self.layer.compress_ratio)
         if self.layer.is_candidate_source and step.narrowing is not None:
-            step.narrowing.dropped_rows.ring_rows(self.attention.cache.ring_size)
-        rows.ring_rows(self.attention.cache.ring_size)
+            step.narrowing.dropped_rows.ring_places(self.attention.cache.ring_size)
+        rows.ring_places(self.attention.cache.ring_size)
         for batch in rows.batches:
             step.prepared(self.attention.attention[batch.phase], batch)
             if self.layer.is_index_source:
@@ -144,9 +145,10 @@ class Block:
             self.start(step)
         with step.clock.stage(Stage.ENGRAM):
             row_ids = step.engram_rows_of(self.layer)
+            weights, dtype = self.weights.engram, streams.dtype
             fetched = step.fetched.pop(self.layer.layer_id).wait()
-            values = engram_values(row_ids, fetched, self.weights.engram, streams.dtype, self.activation_quantization)
-            streams = inject(streams, values, self.weights.engram, self.config)
+            values = engram_values(row_ids, fetched, weights, dtype, self.epilogue, rows.phase)
+            streams = inject(streams, values, weights, self.config)
         self.record(step, "engram.hash_ids", row_ids, rows)
         self.record(step, "engram.streams_out", streams, rows)
         return streams

@@ -13,7 +13,9 @@ from minideepinfer.cache.kv_cache import KVCache
 from minideepinfer.config import EngineConfig, LayerSchedule, TextConfig
 from minideepinfer.model.attention import AttentionLayer
 from minideepinfer.model.block import Block
+from minideepinfer.model.epilogue import Epilogue
 from minideepinfer.model.hyper_connections import HyperConnections, Site
+from minideepinfer.model.rope import RotaryTable
 from minideepinfer.model.transformer import TextModel
 from minideepinfer.model.weights import LayerWeights, ModelWeights
 from minideepinfer.operators import CommOperator, HyperConnectionWeights, Phase, RegisteredOperator
@@ -58,7 +60,7 @@ def assemble(
         blocks.append(parts.block(config.layers[index], weights.layers[index], own, behind))
         if not keep_weights:
             weights.layers[index] = replace(weights.layers[index], moe=None)
-    return TextModel(config, weights, blocks, parts.mixing, parts.comm, dtype)
+    return TextModel(config, weights, blocks, parts.mixing, parts.comm, parts.epilogue, dtype)
 
 
 class _Parts:
@@ -79,6 +81,12 @@ class _Parts:
         # Ranks talk in the same way whatever rows they have: one comm operator for both phases.
         self.comm = comm or self._operators("comm", None)[Phase.PREFILL]
         self.mixing = HyperConnections(self._operators("residual", None))
+        self.epilogue = Epilogue(
+            self._operators("epilogue", None),
+            round_kv=engine.kv_quantization == "released",
+            round_activations=engine.activation_quantization == "released",
+        )
+        self._ropes: dict[bool, RotaryTable] = {}
 
     def sites(self, weights: LayerWeights) -> tuple[Site, Site]:
         """The attention site and the MoE site of a block."""
@@ -101,7 +109,7 @@ class _Parts:
             attention_site=sites[0],
             moe_site=sites[1],
             following=following,
-            activation_quantization=self.engine.activation_quantization,
+            epilogue=self.epilogue,
         )
 
     def _attention(self, layer: LayerSchedule, weights: LayerWeights) -> AttentionLayer:
@@ -112,9 +120,13 @@ class _Parts:
             self.cache,
             self._operators("attention", layer.layer_id),
             self._operators("indexer", layer.layer_id) if layer.is_index_source else {},
-            quantize_kv=self.engine.kv_quantization == "released",
-            activation_quantization=self.engine.activation_quantization,
+            self.epilogue,
+            self._rope(layer.compress_ratio, weights.attention.wq_a.device),
         )
+
+    def _rope(self, ratio: int, device: torch.device) -> RotaryTable:
+        """One table for all layers of its kind, so that a step computes its angles once."""
+        return self._ropes.setdefault(ratio == 0, RotaryTable.for_ratio(self.config, ratio, device))
 
     def _site(self, weights: HyperConnectionWeights, norm: Tensor) -> Site:
         return Site(self._transformed("residual", None, self.mixing.operators, weights), norm)

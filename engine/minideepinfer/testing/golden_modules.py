@@ -233,7 +233,7 @@ class ModulePass:
         if streams is not None and pre is not None:
             collapsed = model.mixing.collapse(self._value(streams), pre.to(self.runner.device), Phase.PREFILL)
             self.comparison.values("norm", "final.collapsed", collapsed.cpu())
-            self.comparison.values("norm", "final.normed", model.normalize(collapsed).cpu())
+            self.comparison.values("norm", "final.normed", model.normalize(collapsed, Phase.PREFILL).cpu())
         normed = self.golden.get("final.normed")
         if normed is not None:
             own = model.head(self._value(normed)).cpu()

@@ -1,0 +1,305 @@
+"""How far a rung is from the first one, module by module, on what the first one computed.
+
+Logits of a random model are chaotic: one rounding moves a selection, and everything behind it. So each module gets the
+first rung's own inputs, with its selection, candidates and routing, in the fixed benchmark's step; choices are compared
+as sets. Modules are those of one layer of each kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from minideepinfer.cache.kv_cache import KVCache
+from minideepinfer.config import LayerSchedule
+from minideepinfer.model.block import Block, HandOver
+from minideepinfer.model.rows import Rows
+from minideepinfer.model.stand_in import around
+from minideepinfer.model.step import Step
+from minideepinfer.model.transformer import TextModel
+from minideepinfer.operators import Selection
+
+MODULES = {
+    "block": "what a block adds to the streams",
+    "attention": "output of an attention layer, projections included",
+    "entries": "global entries, index keys and window entries",
+    "experts": "output of the MoE sublayer",
+    "mixing": "inputs of both sublayers, streams and mix behind them",
+    "Engram": "what Engram adds to the streams",
+    "head": "logits of the last row",
+    "selection": "share of the entries of the first rung that are not selected",
+    "candidates": "the same of candidate blocks",
+    "routing": "the same of experts",
+}
+"""Names in `Record.errors`, and what is compared: norm of the difference over the norm, or a share."""
+
+_OF_A_LAYER = (
+    "engram.streams_out",
+    *("attn.in", "attn.out", "attn.window_kv", "attn.compressed_kv"),
+    *("index.keys", "index.topk", "index.candidates"),
+    *("ffn.in", "ffn.out", "ffn.expert_ids", "ffn.expert_weights"),
+)
+
+
+class Subject(Protocol):
+    """A model whose step can be repeated."""
+
+    model: TextModel
+    cache: KVCache
+
+    def rewind(self) -> None:
+        """Undo what a step left in rings and pending pairs."""
+        ...
+
+    def new_step(self) -> Step:
+        """The rows of the step."""
+        ...
+
+    def before_layer(self, layer_id: int) -> None:
+        """Say that the experts of this layer are the next ones to run."""
+        ...
+
+
+class KeptOnDevice:
+    """A `Recorder` that keeps what it is told to where it lies."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._names = frozenset(names)
+        self.values: dict[str, Tensor] = {}
+
+    def wants(self, name: str) -> bool:
+        """Whether it is among the names."""
+        return name in self._names
+
+    def record(self, name: str, value: Tensor, request_ids: Tensor) -> None:
+        """Keep a copy; the model may go on in the same memory."""
+        self.values[name] = value.clone()
+
+
+@dataclass(frozen=True, eq=False)
+class Reference:
+    """What the first rung computed in one step.
+
+    Attributes:
+        layers: one of each kind, whose modules are compared.
+        num_layers: of the model that ran.
+        values: intermediates by name, rows of the whole step.
+        pools: all entries behind the step, by cache pool.
+    """
+
+    layers: tuple[LayerSchedule, ...]
+    num_layers: int
+    values: dict[str, Tensor]
+    pools: tuple[Tensor, ...]
+
+    def of(self, layer_id: int, name: str) -> Tensor | None:
+        """An intermediate of a layer; None where it has none."""
+        return self.values.get(f"layers.{layer_id}.{name}")
+
+
+def one_of_each_kind(layers: Iterable[LayerSchedule]) -> tuple[LayerSchedule, ...]:
+    """The first layer of each kind.
+
+    A kind is window, full, reindex or reuse; with Engram or not; before, at or behind the source of candidates.
+    """
+    first: dict[tuple[str, bool, bool, bool], LayerSchedule] = {}
+    for layer in layers:
+        kind = (layer.kind, layer.engram_index is not None, layer.is_candidate_source, layer.behind_candidate_source)
+        first.setdefault(kind, layer)
+    return tuple(first.values())
+
+
+@torch.inference_mode()
+def record_reference(subject: Subject) -> Reference:
+    """Run the subject's step once, in full replay, and keep what modules will be compared with."""
+    model = subject.model
+    layers = one_of_each_kind(block.layer for block in model.blocks)
+    recorder = KeptOnDevice(_names(layers, len(model.blocks)))
+    subject.rewind()
+    subject.before_layer(0)
+    step = subject.new_step()
+    assert step.narrowing is None, "the first rung runs all rows through all layers"
+    step.recorder = recorder
+    hidden = model.forward(step)
+    recorder.values["logits"] = model.logits(hidden, step, _last_row(hidden))
+    pools = tuple(pool.clone() for pool in _pools(subject.cache))
+    return Reference(layers, len(model.blocks), recorder.values, pools)
+
+
+@torch.inference_mode()
+def module_errors(subject: Subject, reference: Reference) -> dict[str, float]:
+    """Errors of the subject's modules: of each of `MODULES` at its worst layer, then `layers.L.MODULE`.
+
+    In bounded replay the layers behind the source of candidates run, and are compared, on the rows that are kept.
+    """
+    found: dict[str, float] = {}
+    for layer in reference.layers:
+        if layer.layer_id < len(subject.model.blocks):
+            errors = _LayerErrors(subject, reference, layer)
+            found |= {f"layers.{layer.layer_id}.{module}": error for module, error in errors.all()}
+    worst: dict[str, float] = {}
+    for name, error in found.items():
+        module = name.rpartition(".")[2]
+        worst[module] = max(worst.get(module, 0.0), error)
+    if len(subject.model.blocks) == reference.num_layers:
+        worst["head"] = _head_error(subject, reference)
+    return {module: worst[module] for module in MODULES if module in worst} | found
+
+
+def relative_error(own: Tensor, reference: Tensor) -> float:
+    """`|own - reference| / |reference|` over all elements; inf where the reference alone is all zero."""
+    own, reference = own.double(), reference.double()
+    error, size = (own - reference).norm(), reference.norm()
+    return float(torch.where(error == 0, 0.0, error / size))
+
+
+def missing_share(own: Tensor, reference: Tensor) -> float:
+    """Share of the reference's numbers, row by row, that are not in own: integer `[T, K]`, -1 is nobody's."""
+    ordered = own.sort(dim=1).values
+    places = torch.searchsorted(ordered, reference.contiguous()).clamp(max=ordered.shape[1] - 1)
+    named = reference >= 0
+    missing = named & (ordered.gather(1, places) != reference)
+    return float(missing.sum() / named.sum().clamp(min=1))
+
+
+class _LayerErrors:
+    """The modules of one layer, each on the first rung's inputs, caches and choices."""
+
+    def __init__(self, subject: Subject, reference: Reference, layer: LayerSchedule) -> None:
+        self._subject, self._reference, self._layer = subject, reference, layer
+        self._block: Block = subject.model.blocks[layer.layer_id]
+        narrowing, everything = subject.new_step().narrowing, slice(None)
+        kept: slice | Tensor = everything if narrowing is None else narrowing.kept
+        self._entering = kept if layer.behind_candidate_source else everything
+        self._running = kept if layer.behind_candidate_source or layer.is_candidate_source else everything
+        self._errors: dict[str, float] = {}
+
+    def all(self) -> Iterator[tuple[str, float]]:
+        """Module and error."""
+        for measure in (self._whole_block, self._attention, self._mixing, self._experts):
+            yield from measure()
+
+    def _whole_block(self) -> Iterator[tuple[str, float]]:
+        streams, pre = self._before()
+        own = self._run(
+            ("streams_out", "engram.streams_out"), lambda step: self._block.forward(HandOver(streams, pre), step)
+        )
+        start = self._before_all()[0][self._running]
+        yield "block", relative_error(own["streams_out"] - start, self._value("streams_out")[self._running] - start)
+        if "engram.streams_out" in own:
+            added = self._value("engram.streams_out")[self._entering] - streams
+            yield "Engram", relative_error(own["engram.streams_out"] - streams, added)
+
+    def _attention(self) -> Iterator[tuple[str, float]]:
+        x, attention = self._value("attn.in"), self._block.attention
+
+        def call(step: Step) -> None:
+            attention.forward(x[self._running], self._rows(step), step)  # reads the first rung's entries
+            attention.publish(x[self._entering], step.rows_entering(self._layer), step)
+
+        entries = ("attn.window_kv", "attn.compressed_kv", "index.keys")
+        own = self._run(("attn.out", "index.topk", "index.candidates", *entries), call)
+        yield "attention", relative_error(own["attn.out"], self._value("attn.out")[self._running])
+        references = {name: self._value(name) for name in entries if name in own}
+        references["attn.window_kv"] = references["attn.window_kv"][self._running]
+        yield "entries", max(relative_error(own[name], value) for name, value in references.items())
+        for module, name in (("selection", "index.topk"), ("candidates", "index.candidates")):
+            if name in own:
+                yield module, missing_share(own[name], self._value(name)[self._running])
+
+    def _mixing(self) -> Iterator[tuple[str, float]]:
+        streams, pre = self._before()
+        injected = self._reference.of(self._layer.layer_id, "engram.streams_out")
+        streams = streams if injected is None else injected[self._entering]
+        block = replace(self._block, weights=replace(self._block.weights, engram=None))
+        block = around(block, self._value("attn.out")[self._running], self._value("ffn.out")[self._running])
+        names = ("attn.in", "ffn.in", "streams_out", "next_pre_mix")
+        own = self._run(names, lambda step: block.forward(HandOver(streams, pre), step))
+        rows = {"attn.in": self._entering}
+        yield (
+            "mixing",
+            max(relative_error(own[name], self._value(name)[rows.get(name, self._running)]) for name in names),
+        )
+
+    def _experts(self) -> Iterator[tuple[str, float]]:
+        x = self._value("ffn.in")[self._running]
+        own = self._run(("ffn.out", "ffn.expert_ids"), lambda step: self._block.experts(x, self._rows(step), step))
+        yield "experts", relative_error(own["ffn.out"], self._value("ffn.out")[self._running])
+        yield "routing", missing_share(own["ffn.expert_ids"], self._value("ffn.expert_ids")[self._running])
+
+    def _run(self, names: Iterable[str], call: Callable[[Step], object]) -> dict[str, Tensor]:
+        """What a call records of this layer."""
+        subject, prefix = self._subject, f"{self._block.name}."
+        subject.rewind()
+        for pool, kept in zip(_pools(subject.cache), self._reference.pools, strict=True):
+            pool.copy_(kept)
+        subject.before_layer(self._layer.layer_id)
+        step = subject.new_step()
+        recorder = KeptOnDevice(prefix + name for name in names)
+        step.recorder = recorder
+        self._force(step)
+        call(step)
+        return {name.removeprefix(prefix): value for name, value in recorder.values.items()}
+
+    def _force(self, step: Step) -> None:
+        layer, rows = self._layer, self._rows(step)
+        if layer.index_source is not None:
+            indices = self._value("index.topk", layer.index_source)[self._running]
+            step.selection = [Selection(part.contiguous()) for part in rows.split(indices)]
+            step.forced.selection[layer.layer_id] = step.selection
+        if layer.uses_candidates:
+            source = self._block.config.candidate_source_layer_id
+            step.candidates = list(rows.split(self._value("index.candidates", source)[self._running].contiguous()))
+        ids, weights = self._value("ffn.expert_ids"), self._value("ffn.expert_weights")
+        step.forced.routing[layer.layer_id] = (ids[self._running], weights[self._running])
+
+    def _rows(self, step: Step) -> Rows:
+        """The rows that run the layer's sublayers."""
+        return step.source if self._layer.is_candidate_source else step.rows_entering(self._layer)
+
+    def _value(self, name: str, layer_id: int | None = None) -> Tensor:
+        found = self._reference.of(self._layer.layer_id if layer_id is None else layer_id, name)
+        assert found is not None, name
+        return found
+
+    def _before(self) -> tuple[Tensor, Tensor]:
+        streams, pre = self._before_all()
+        return streams[self._entering], pre[self._entering]
+
+    def _before_all(self) -> tuple[Tensor, Tensor]:
+        """Streams and mix that enter the layer, of all rows of the step."""
+        before = self._layer.layer_id - 1
+        if before < 0:
+            return self._subject.model.embed(self._subject.new_step().token_ids)
+        return self._value("streams_out", before), self._value("next_pre_mix", before)
+
+
+def _head_error(subject: Subject, reference: Reference) -> float:
+    model, last = subject.model, reference.num_layers - 1
+    streams, pre = (reference.of(last, name) for name in ("streams_out", "next_pre_mix"))
+    assert streams is not None and pre is not None
+    step = subject.new_step()
+    hidden = model.mixing.collapse(streams[-1:], pre[-1:], step.decoder.phase)
+    return relative_error(model.logits(hidden, step, _last_row(hidden)), reference.values["logits"])
+
+
+def _last_row(hidden: Tensor) -> Tensor:
+    return torch.tensor([len(hidden) - 1], device=hidden.device)
+
+
+def _names(layers: Iterable[LayerSchedule], num_layers: int) -> Iterator[str]:
+    """Intermediates that the modules of these layers need."""
+    handed_over = ("streams_out", "next_pre_mix")
+    yield from (f"layers.{num_layers - 1}.{name}" for name in handed_over)
+    for layer in layers:
+        yield from (f"layers.{layer.layer_id - 1}.{name}" for name in handed_over)
+        yield from (f"layers.{layer.layer_id}.{name}" for name in (*handed_over, *_OF_A_LAYER))
+        yield f"layers.{layer.index_source}.index.topk"
+
+
+def _pools(cache: KVCache) -> list[Tensor]:
+    return [*cache.main.values(), *cache.index_keys.values()]

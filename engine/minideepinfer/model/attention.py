@@ -16,7 +16,7 @@ from minideepinfer.model.rope import RotaryTable, apply_rope
 from minideepinfer.model.rows import Rows
 from minideepinfer.model.step import Step
 from minideepinfer.model.weights import AttentionWeights
-from minideepinfer.operators import AttentionOperator, Batch, IndexerOperator, IndexerOutput, Phase, Selection
+from minideepinfer.operators import AttentionOperator, Batch, IndexerOperator, IndexerOutput, Phase, Selection, Stage
 from minideepinfer.operators.results import checked
 from minideepinfer.quantization import qdq_fp8, qdq_mxfp4
 
@@ -60,7 +60,7 @@ class AttentionLayer:
         """Store the global entries and index keys of these rows; nothing on layers that own none."""
         if self.compressor is None:
             return
-        with step.clock.stage("projections"):
+        with step.clock.stage(Stage.PROJECTIONS):
             main, keys, entries = self.compressor.publish(x, rows, self.cache)
         self._record(step, "attn.compressed_kv", main, entries.request_ids)
         self._record(step, "index.keys", keys, entries.request_ids)
@@ -81,7 +81,7 @@ class AttentionLayer:
             `[T, H]`.
         """
         weights, eps = self.weights, self.config.rms_norm_eps
-        with step.clock.stage("projections"):
+        with step.clock.stage(Stage.PROJECTIONS):
             cos, sin = self.rope.cos_sin(rows.positions)
             qr = rms_norm(quantized_linear(x, weights.wq_a, self.activation_quantization), weights.q_norm, eps)
             q = quantized_linear(qr, weights.wq_b, self.activation_quantization)
@@ -90,10 +90,11 @@ class AttentionLayer:
         self._record(step, "attn.window_kv", window, rows.request_ids)
         if self.layer.is_index_source:
             self._select(x, qr, cos, sin, rows, step)
-        with step.clock.stage("attention"):
+        with step.clock.stage(Stage.ATTENTION):
             heads = self._attend(q, window, cos, sin, rows, step)
+        with step.clock.stage(Stage.KEY_GATHER):
             self.cache.write_window(self.layer.layer_id, window, rows)
-        with step.clock.stage("projections"):
+        with step.clock.stage(Stage.PROJECTIONS):
             output = self._project(heads)
         self._record(step, "attn.out", output, rows.request_ids)
         return output
@@ -125,7 +126,7 @@ class AttentionLayer:
         """Run the indexer and leave its selection (and candidates) in the step."""
         weights, config = self.weights.indexer, self.config
         assert weights is not None and self.layer.kv_source is not None
-        with step.clock.stage("projections"):
+        with step.clock.stage(Stage.PROJECTIONS):
             q = quantized_linear(qr, weights.wq_b, self.activation_quantization)
             q = apply_rope(q.unflatten(-1, (-1, config.index_head_dim)), cos, sin)
             q = qdq_mxfp4(q) if self.quantize_kv else q
@@ -133,7 +134,7 @@ class AttentionLayer:
             head_weights = (linear(x, weights.weights_proj).float() * scale).to(x.dtype)
         self._record(step, "index.query", q, rows.request_ids)
         self._record(step, "index.head_weights", head_weights, rows.request_ids)
-        with step.clock.stage("indexer"):
+        with step.clock.stage(Stage.INDEXER):
             outputs = []
             for index, (batch, q_part, w_part) in enumerate(
                 zip(rows.batches, rows.split(q), rows.split(head_weights), strict=True)

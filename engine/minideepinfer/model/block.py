@@ -15,7 +15,7 @@ from minideepinfer.model.hyper_connections import HyperConnections, Site
 from minideepinfer.model.rows import Rows
 from minideepinfer.model.step import Step
 from minideepinfer.model.weights import LayerWeights
-from minideepinfer.operators import CommOperator, Entered, MoeOperator, Phase
+from minideepinfer.operators import CommOperator, Entered, MoeOperator, Phase, Stage
 from minideepinfer.operators.results import checked
 
 
@@ -90,12 +90,12 @@ class Block:
                 entered = entered.rows(step.narrowing.kept)
         self._record_site(step, "hc_attn", entered, rows)
         output = self.attention.forward(entered.x, rows, step)
-        with step.clock.stage("mhc"):
+        with step.clock.stage(Stage.MIXING):
             entered = self.mixing.advance(entered, output, self.moe_site, rows.phase)
         self._record_site(step, "hc_ffn", entered, rows)
         self.record(step, "ffn.in", entered.x, rows)
         output = self.experts(entered.x, rows, step)
-        with step.clock.stage("mhc"):
+        with step.clock.stage(Stage.MIXING):
             after = self._leave(entered, output, rows)
         self.record(step, "streams_out", after.streams, rows)
         self.record(step, "next_pre_mix", after.pre, rows)
@@ -103,7 +103,7 @@ class Block:
 
     def _enter(self, streams: Tensor, pre: Tensor, rows: Rows, step: Step) -> Entered:
         streams = self.add_engram(streams, rows, step)
-        with step.clock.stage("mhc"):
+        with step.clock.stage(Stage.MIXING):
             return self.mixing.enter(streams, pre, self.attention_site, rows.phase)
 
     def _leave(self, entered: Entered, output: Tensor, rows: Rows) -> HandOver:
@@ -117,7 +117,7 @@ class Block:
         """Inject the Engram term, where the block has one."""
         if self.weights.engram is None:
             return streams
-        with step.clock.stage("engram"):
+        with step.clock.stage(Stage.ENGRAM):
             row_ids = step.engram_rows_of(self.layer)
             values = engram_values(row_ids, self.weights.engram, self.comm, streams.dtype, self.activation_quantization)
             streams = inject(streams, values, self.weights.engram, self.config)
@@ -134,7 +134,7 @@ class Block:
             self.record(step, "ffn.expert_ids", ids, rows)
             self.record(step, "ffn.expert_weights", scores, rows)
             routing = routing or (ids, scores)
-        with step.clock.stage("experts"):
+        with step.clock.stage(Stage.GROUPED_GEMM):
             metadata = step.prepared(operator, rows.batches)
             output = operator.run(x, weights, self.comm, metadata, routing)
         output = checked(output, x.shape, x.dtype, x.device, f"the moe operator of {self.name} ({rows.phase})")

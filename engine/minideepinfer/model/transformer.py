@@ -13,6 +13,7 @@ from minideepinfer.model.hyper_connections import HyperConnections
 from minideepinfer.model.linear import rms_norm
 from minideepinfer.model.step import Step
 from minideepinfer.model.weights import ModelWeights
+from minideepinfer.operators import Stage
 
 
 class TextModel:
@@ -49,7 +50,7 @@ class TextModel:
         Returns:
             The collapsed output `[T', H]` of the rows that ran the last block (`step.decoder`).
         """
-        with step.clock.stage("embedding"):
+        with step.clock.stage(Stage.HEAD):
             streams, pre = self.embed(step.token_ids)
         state = HandOver(streams, pre)
         if step.recorder.wants("embed"):
@@ -58,7 +59,7 @@ class TextModel:
             state = block.forward(state, step)
             if not len(state.streams):  # nobody's rows go on; a world of ranks would have to agree on this
                 break
-        with step.clock.stage("mhc"):
+        with step.clock.stage(Stage.MIXING):
             return self.mixing.collapse(state.streams, state.pre, step.decoder.phase)
 
     def logits(self, hidden: Tensor, step: Step, rows: Tensor) -> Tensor:
@@ -72,7 +73,7 @@ class TextModel:
         Returns:
             float32 `[N, vocab]`.
         """
-        with step.clock.stage("head"):
+        with step.clock.stage(Stage.HEAD):
             normed = self.normalize(hidden[rows])
             logits = self.head(normed)
         if step.recorder.wants("final.normed"):

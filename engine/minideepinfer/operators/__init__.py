@@ -7,7 +7,7 @@ from minideepinfer.operators.attention import AttentionOperator
 from minideepinfer.operators.batch import Batch
 from minideepinfer.operators.build import OperatorBuilder, build
 from minideepinfer.operators.comm import CommOperator, Dispatched
-from minideepinfer.operators.context import BuildContext, NoClock, StageClock
+from minideepinfer.operators.context import BuildContext, NoClock, Stage, StageClock
 from minideepinfer.operators.declaration import (
     CONTRACT_VERSION,
     OperatorDeclaration,
@@ -76,6 +76,7 @@ __all__ = [
     "ResidualProblem",
     "Selection",
     "SharedExpert",
+    "Stage",
     "StageClock",
     "Support",
     "Tier",

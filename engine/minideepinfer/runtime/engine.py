@@ -14,7 +14,7 @@ import torch
 
 from minideepinfer.cache.pages import PageAllocator
 from minideepinfer.errors import RequestError
-from minideepinfer.operators import Phase
+from minideepinfer.operators import Phase, Stage
 from minideepinfer.runtime.capture import Capture
 from minideepinfer.runtime.generation import Generation
 from minideepinfer.runtime.params import SamplingParams
@@ -157,7 +157,7 @@ class Engine:
 
     def _step(self, recorder: Capture | None) -> list[RequestLogits]:
         begin, clock = time.perf_counter(), self.runner.clock
-        with clock.stage("other"):
+        with clock.stage(Stage.OTHER):
             scheduled = self.scheduler.schedule()
             assert scheduled, "somebody waits, yet nothing can run"
             phase = max(item.phase(self.scheduler.decode_rows) for item in scheduled)  # "decode" < "prefill"

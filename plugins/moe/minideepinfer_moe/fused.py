@@ -12,6 +12,7 @@ from minideepinfer.operators import (
     CommOperator,
     MoeWeights,
     PackedExperts,
+    Stage,
     StageClock,
     interpreting,
 )
@@ -81,6 +82,7 @@ class FusedMoe:
         self._clock = clock
         self._quantize = problem.activation_quantization == "released"
         self._grouped = serves(problem)
+        self.fuses = {Stage.FP4_DECODING: Stage.GROUPED_GEMM}
         self.form = "triton, interpreted" if interpreting() else "gluon" if self._grouped else "triton"
 
     def transform_weights(self, weights: MoeWeights) -> FusedWeights:
@@ -119,7 +121,7 @@ class FusedMoe:
     ) -> Tensor:
         """See `MoeOperator.run`. In a world of one rank the shared expert joins the combine's sum."""
         if routing is None:
-            with self._clock.stage("gate"):
+            with self._clock.stage(Stage.GATE):
                 routing = self.route(x, weights)
         if self._quantize:
             x = quantize(x.contiguous())
@@ -129,7 +131,8 @@ class FusedMoe:
         tokens = comm.dispatch(x, *routing)
         partial = self._routed(tokens.x, (tokens.topk_ids, tokens.topk_weights), weights, None, torch.float32)
         total = comm.combine(partial, tokens.handle)
-        return (total if shared is None else total + shared).to(x.dtype)
+        with self._clock.stage(Stage.COMBINE):
+            return (total if shared is None else total + shared).to(x.dtype)
 
     def schedule(self, routing: tuple[Tensor, Tensor], weights: FusedWeights, dtype: torch.dtype) -> Schedule:
         """The rows to compute here for one step's routing, T at least 1."""
@@ -139,7 +142,7 @@ class FusedMoe:
     def _shared(self, x: Tensor, weights: FusedWeights) -> Tensor | None:
         if weights.shared_w13 is None or weights.shared_w2 is None or not len(x):
             return None
-        with self._clock.stage("experts"):
+        with self._clock.stage(Stage.SHARED_EXPERT):
             return shared_expert(x, weights.shared_w13, weights.shared_w2, self._problem.swiglu_limit, self._quantize)
 
     def _routed(
@@ -154,10 +157,12 @@ class FusedMoe:
         if not len(x):
             return x.new_empty(x.shape, dtype=dtype)
         limit, products, packed = self._problem.swiglu_limit, weights.products, weights.experts
-        with self._clock.stage("experts"):
+        with self._clock.stage(Stage.GROUPED_GEMM):
             schedule = self.schedule(routing, weights, x.dtype)
             r = products.gate_up(x.contiguous(), packed, schedule, schedule.row_weights, limit, self._quantize)
-            return combine(products.down(r, packed, schedule), schedule, shared, dtype)
+            y = products.down(r, packed, schedule)
+        with self._clock.stage(Stage.COMBINE):
+            return combine(y, schedule, shared, dtype)
 
 
 def build(context: BuildContext) -> FusedMoe:

@@ -5,7 +5,16 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from minideepinfer.model.linear import quantized_linear
-from minideepinfer.operators import Batch, BuildContext, CommOperator, Dispatched, MoeWeights, PackedExperts, StageClock
+from minideepinfer.operators import (
+    Batch,
+    BuildContext,
+    CommOperator,
+    Dispatched,
+    MoeWeights,
+    PackedExperts,
+    Stage,
+    StageClock,
+)
 from minideepinfer.operators.problem import MoeProblem
 from minideepinfer.quantization import decode_mxfp4
 from torch import Tensor
@@ -43,17 +52,18 @@ class NaiveMoe:
     ) -> Tensor:
         """See `MoeOperator.run`."""
         if routing is None:
-            with self._clock.stage("gate"):
+            with self._clock.stage(Stage.GATE):
                 routing = self.route(x, weights)
         dispatched = comm.dispatch(x, *routing)
-        with self._clock.stage("experts"):
+        with self._clock.stage(Stage.GROUPED_GEMM):
             partial = self._local_experts(dispatched, weights.experts)
         total = comm.combine(partial, dispatched.handle)
         if weights.shared is not None:
             shared = weights.shared
-            with self._clock.stage("experts"):
+            with self._clock.stage(Stage.SHARED_EXPERT):
                 total = total + self._expert(x, shared.w1, shared.w3, shared.w2).float()
-        return total.to(x.dtype)
+        with self._clock.stage(Stage.COMBINE):
+            return total.to(x.dtype)
 
     def _local_experts(self, tokens: Dispatched, experts: PackedExperts) -> Tensor:
         """For each token the float32 sum over the experts held here, `[T', H]`, in the order of its ids."""
@@ -64,10 +74,12 @@ class NaiveMoe:
         outputs = x.new_zeros(*local.shape, x.shape[-1])
         for expert in used:
             rows, slots = (local == expert).nonzero(as_tuple=True)
-            w1, w3 = decode_mxfp4(experts.w13[expert], experts.w13_scale[expert], x.dtype)
-            w2 = decode_mxfp4(experts.w2[expert], experts.w2_scale[expert], x.dtype)
+            with self._clock.stage(Stage.FP4_DECODING):
+                w1, w3 = decode_mxfp4(experts.w13[expert], experts.w13_scale[expert], x.dtype)
+                w2 = decode_mxfp4(experts.w2[expert], experts.w2_scale[expert], x.dtype)
             outputs[rows, slots] = self._expert(x[rows], w1, w3, w2, weights[rows, slots, None])
-        return outputs.sum(1, dtype=torch.float32)
+        with self._clock.stage(Stage.COMBINE):
+            return outputs.sum(1, dtype=torch.float32)
 
     def _expert(self, x: Tensor, w1: Tensor, w3: Tensor, w2: Tensor, weight: Tensor | float = 1.0) -> Tensor:
         """One expert on `[n, H]` rows with weights `[n, 1]`; every product is rounded to x's dtype."""

@@ -198,6 +198,8 @@ class _LayerErrors:
         x, attention = self._value("attn.in"), self._block.attention
 
         def call(step: Step) -> None:
+            if self._layer.is_candidate_source and step.narrowing is not None:
+                attention.write_window(x[step.narrowing.dropped], step.narrowing.dropped_rows)
             attention.forward(x[self._running], self._rows(step), step)  # reads the first rung's entries
             attention.publish(x[self._entering], step.rows_entering(self._layer), step)
 

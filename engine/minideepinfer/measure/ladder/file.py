@@ -17,6 +17,9 @@ from minideepinfer.errors import ConfigError
 PRESETS = ("v41-rank", "tiny")
 """Problems of `bench prefill` that have a ladder in the package."""
 
+SHARED = ("dtype", "device", "cache", "engram", "plugins", "parallel")
+"""Engine settings that all rungs have in common."""
+
 
 class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -139,7 +142,23 @@ def make_ladder(data: dict[str, Any], where: str = "ladder") -> Ladder:
                 item.warmup or written.warmup,
             )
         )
+    _check_shared(rungs, where)
     return Ladder(written.title, written.preset, written.seed, tuple(rungs))
+
+
+def _check_shared(rungs: list[Rung], where: str) -> None:
+    """Refuse settings that rungs with one set of weights and one cache cannot differ in."""
+    first = rungs[0]
+    if first.engine.replay != "full":
+        raise ConfigError(f"{where}: rung {first.name!r}: engine.replay is {first.engine.replay!r}, the first needs full")
+    for rung in rungs[1:]:
+        for key in SHARED:
+            own, common = getattr(rung.engine, key), getattr(first.engine, key)
+            if own != common:
+                raise ConfigError(
+                    f"{where}: rung {rung.name!r}: engine.{key} is {own!r}; one session shares weights and cache, so "
+                    f"all rungs need that of {first.name!r}, {common!r}"
+                )
 
 
 def _merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:

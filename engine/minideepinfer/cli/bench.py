@@ -8,6 +8,7 @@ import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
+from minideepinfer.cli import bench_ladder
 from minideepinfer.cli.options import add_engine_options, engine_config
 from minideepinfer.errors import ConfigError
 
@@ -27,6 +28,7 @@ def add_parser(subparsers: Any) -> None:
     prefill.add_argument("--output", metavar="FILE", help="write the record there, as JSON")
     add_engine_options(prefill)
     prefill.set_defaults(run=_prefill)
+    bench_ladder.add_parsers(actions)
 
 
 def _prefill(args: argparse.Namespace) -> int:

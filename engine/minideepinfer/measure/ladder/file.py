@@ -150,7 +150,9 @@ def _check_shared(rungs: list[Rung], where: str) -> None:
     """Refuse settings that rungs with one set of weights and one cache cannot differ in."""
     first = rungs[0]
     if first.engine.replay != "full":
-        raise ConfigError(f"{where}: rung {first.name!r}: engine.replay is {first.engine.replay!r}, the first needs full")
+        raise ConfigError(
+            f"{where}: rung {first.name!r}: engine.replay is {first.engine.replay!r}, the first needs full"
+        )
     for rung in rungs[1:]:
         for key in SHARED:
             own, common = getattr(rung.engine, key), getattr(first.engine, key)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from minideepinfer.errors import ConfigError
 from minideepinfer.measure.record import Record
@@ -52,19 +52,29 @@ def draw(records: Sequence[Record], directory: Path) -> list[Path]:
     Raises:
         ConfigError: matplotlib is missing, or a file cannot be written.
     """
+    matplotlib = library()
+    # Text stays text, and the same records give the same file.
+    settings: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "mini-deepinfer", "font.size": 10.5}
+    files = []
+    with matplotlib.rc_context(settings):
+        for name, figure in ((STEPS, _steps(records)), (THROUGHPUT, _throughput(records))):
+            files += [_save(figure, directory / f"{name}.svg"), _save(figure, directory / f"{name}.png")]
+    return files
+
+
+def library() -> Any:
+    """matplotlib.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
     try:
         import matplotlib
     except ImportError:
         raise ConfigError(
             "pictures need matplotlib, which is not installed: pip install 'mini-deepinfer[report]'"
         ) from None
-    # Text stays text, and the same records give the same file.
-    settings = {"svg.fonttype": "none", "svg.hashsalt": "mini-deepinfer", "font.size": 10.5}
-    files = []
-    with matplotlib.rc_context(settings):
-        for name, figure in ((STEPS, _steps(records)), (THROUGHPUT, _throughput(records))):
-            files += [_save(figure, directory / f"{name}.svg"), _save(figure, directory / f"{name}.png")]
-    return files
+    return matplotlib
 
 
 def _save(figure: Figure, path: Path) -> Path:

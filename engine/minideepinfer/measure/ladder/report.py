@@ -147,8 +147,8 @@ def _evidence(records: Sequence[Record]) -> str:
     if not rows:
         return "One rung; nothing to compare."
     return (
-        "Milliseconds, before → after. *Kernel*: one call of the operator that is new, on the fixed problem, beside the "
-        "one it replaces. *Stage*: the stage that changed most. *Step*: end to end.\n\n"
+        "Milliseconds, before → after. *Kernel*: one call of the operator that is new, on the fixed problem, beside "
+        "the one it replaces. *Stage*: the stage that changed most. *Step*: end to end.\n\n"
         + _table(["rung", "kernel", "stage", "step", "largest error"], rows)
     )
 
@@ -193,7 +193,8 @@ def _stages(records: Sequence[Record]) -> str:
     if any("staged_step" in record.values for record in records):
         rows.append(["step while stages are timed", *(_median(r.values.get("staged_step")) for r in records)])
     return _table(["ms", *(record.name for record in records)], rows, numbers=range(1, len(records) + 1)) + (
-        "\n\nExclusive milliseconds. Stages are timed in steps of their own; the picture draws their shares of the step."
+        "\n\nExclusive milliseconds. Stages are timed in steps of their own; the picture draws their shares of the "
+        "step."
     )
 
 
@@ -212,8 +213,9 @@ def _errors(records: Sequence[Record]) -> str:
 _ABOUT_ERRORS = (
     "Logits of a random model are chaotic, so each module runs on what the first rung computed in the same step: its "
     "inputs, entries, selection, candidates and routing. Norm of the difference over the norm, at the worst of the "
-    "layers looked at, one of each kind (the rows `layer L` are theirs, for what the whole block adds to the streams); for "
-    "selection, candidates and routing, which are free there, the share of the first rung's choices that are missing. "
+    "layers looked at, one of each kind (the rows `layer L` are theirs, for what the whole block adds to the streams); "
+    "for selection, candidates and routing, free in this comparison, the share of the first rung's choices that are "
+    "missing. "
     "The column of the first rung is the same comparison of its own repetition."
 )
 

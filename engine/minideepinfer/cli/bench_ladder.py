@@ -1,0 +1,105 @@
+"""The commands `mini-deepinfer bench ladder` and `bench report`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from minideepinfer.errors import ConfigError
+from minideepinfer.measure.ladder.file import PRESETS
+
+if TYPE_CHECKING:
+    from minideepinfer.measure.record import Record
+
+RECORDS, REPORT = "ladder.json", "ladder.md"
+
+
+def add_parsers(actions: Any) -> None:
+    """Register the commands."""
+    ladder = actions.add_parser(
+        "ladder", help="plans one after the other in one session, with three layers of evidence"
+    )
+    what = ladder.add_mutually_exclusive_group()
+    what.add_argument("file", nargs="?", metavar="FILE", help="the rungs, in TOML; default: those of the preset")
+    what.add_argument("--preset", choices=PRESETS, default="v41-rank", help="default: v41-rank, made for one H200")
+    _add_out(ladder)
+    ladder.set_defaults(run=_ladder)
+    report = actions.add_parser("report", help="a ladder's report and pictures from its records; runs nothing")
+    report.add_argument("records", metavar="RECORDS", help=f"file of records, e.g. {RECORDS}")
+    _add_out(report)
+    report.set_defaults(run=_report)
+
+
+def _add_out(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--out", metavar="DIR", required=True, help=f"where {REPORT} and its pictures go")
+
+
+def _ladder(args: argparse.Namespace) -> int:
+    from minideepinfer.measure.ladder.file import packaged_ladder, read_ladder
+    from minideepinfer.measure.ladder.session import run
+    from minideepinfer.measure.record import write_records
+
+    ladder = read_ladder(args.file) if args.file else packaged_ladder(args.preset)
+    out = _directory(args.out)
+    _check_pictures()  # what cannot be drawn is better known before minutes of measuring
+    records: list[Record] = []
+
+    def keep(record: Record) -> None:
+        records.append(record)
+        write_records(out / RECORDS, records)
+        print(_line(record), flush=True)
+
+    try:
+        run(ladder, keep, lambda what: print(what, flush=True))
+    except ConfigError as error:
+        if not records:
+            raise
+        kept = (
+            f"{out / RECORDS} has the {len(records)} before it"
+            if len(records) > 1
+            else f"{out / RECORDS} has {records[0].name!r}"
+        )
+        raise ConfigError(f"{error}; {kept}") from error
+    _write(records, out, RECORDS)
+    return 0
+
+
+def _report(args: argparse.Namespace) -> int:
+    from minideepinfer.measure.record import read_records
+
+    _write(read_records(args.records), _directory(args.out), args.records)
+    return 0
+
+
+def _write(records: list[Record], out: Path, source: str) -> None:
+    from minideepinfer.measure.ladder.pictures import draw
+    from minideepinfer.measure.ladder.report import render
+
+    text = render(records, source=source)
+    try:
+        (out / REPORT).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{out / REPORT}: cannot be written ({error.strerror or error})") from None
+    for path in (out / REPORT, *draw(records, out)):
+        print(f"wrote {path}")
+
+
+def _directory(path: str) -> Path:
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--out {path}: cannot be made ({error.strerror or error})") from None
+    return Path(path)
+
+
+def _check_pictures() -> None:
+    from minideepinfer.measure.ladder.pictures import library
+
+    library()
+
+
+def _line(record: Record) -> str:
+    step, speed = record.values["step"], record.values["tokens_per_second"]
+    worst = max((e for name, e in record.errors.items() if "." not in name), default=0.0)
+    return f"{record.name}: step {step.median:.1f} ms, {speed.median:.0f} tokens/s, largest error {worst:.1e}"

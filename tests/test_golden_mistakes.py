@@ -116,7 +116,7 @@ def install(monkeypatch: pytest.MonkeyPatch, points: list[Any]) -> None:
     """More entry points for the runner."""
     known = list(entry_points(group=ENTRY_POINT_GROUP))
     monkeypatch.setattr(
-        "minideepinfer.runtime.runner.load_registry", lambda ignore: load_registry(ignore, [*known, *points])
+        "minideepinfer.runtime.setup.load_registry", lambda ignore: load_registry(ignore, [*known, *points])
     )
 
 

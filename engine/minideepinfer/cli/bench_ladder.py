@@ -6,7 +6,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minideepinfer.errors import ConfigError
+from minideepinfer.cli.bench_prefill import model_of, say
+from minideepinfer.errors import ConfigError, MiniDeepInferError
 from minideepinfer.measure.ladder.file import PRESETS
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def _add_out(parser: argparse.ArgumentParser) -> None:
 
 def _ladder(args: argparse.Namespace) -> int:
     from minideepinfer.measure.ladder.file import packaged_ladder, read_ladder
-    from minideepinfer.measure.ladder.session import run
+    from minideepinfer.measure.ladder.session import run_ladder
     from minideepinfer.measure.record import write_records
 
     ladder = read_ladder(args.file) if args.file else packaged_ladder(args.preset)
@@ -51,16 +52,11 @@ def _ladder(args: argparse.Namespace) -> int:
         print(_line(record), flush=True)
 
     try:
-        run(ladder, keep, lambda what: print(what, flush=True))
-    except ConfigError as error:
+        run_ladder(model_of(ladder.preset, ladder.rungs[0].engine), ladder, keep, say)
+    except MiniDeepInferError as error:
         if not records:
             raise
-        kept = (
-            f"{out / RECORDS} has the {len(records)} before it"
-            if len(records) > 1
-            else f"{out / RECORDS} has {records[0].name!r}"
-        )
-        raise ConfigError(f"{error}; {kept}") from error
+        raise type(error)(f"{error}; {out / RECORDS} has the records of the rungs before it") from error
     _write(records, out, RECORDS)
     return 0
 

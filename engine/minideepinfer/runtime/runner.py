@@ -9,29 +9,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from minideepinfer.cache.kv_cache import KVCache
-from minideepinfer.cache.layouts import cache_layout
 from minideepinfer.checkpoint import Checkpoint
 from minideepinfer.config import EngineConfig
 from minideepinfer.model.engram_hash import EngramHash
 from minideepinfer.model.load import WeightLoader
 from minideepinfer.model.step import Forced
 from minideepinfer.operators import NoClock, StageClock
-from minideepinfer.operators.build import OperatorBuilder
-from minideepinfer.operators.registry import OperatorRegistry, load_registry
-from minideepinfer.operators.resolve import resolve
-from minideepinfer.runtime.assembly import assemble
+from minideepinfer.operators.registry import OperatorRegistry
 from minideepinfer.runtime.batching import build_step, make_parts, wanted_rows
 from minideepinfer.runtime.capture import Capture
-from minideepinfer.runtime.problems import (
-    device_capability,
-    layer_problems,
-    resolve_cache_layout,
-    resolve_device,
-    resolve_dtype,
-)
 from minideepinfer.runtime.request import Request
 from minideepinfer.runtime.scheduler import ScheduledRequest
+from minideepinfer.runtime.setup import Setup
 from minideepinfer.runtime.tokenizer import load_tokenizer
 
 
@@ -88,26 +77,16 @@ class Runner:
         """
         self.engine_config = engine_config
         self.clock = clock or NoClock()
-        self.device = resolve_device(engine_config)
-        dtype_name = resolve_dtype(engine_config, self.device.type)
-        dtype: torch.dtype = getattr(torch, dtype_name)
         with Checkpoint.open(path) as checkpoint:
             self.config = checkpoint.config
-            problems = layer_problems(self.config, engine_config, self.device.type, device_capability(self.device))
-            registry = registry or load_registry(engine_config.plugins.ignore)
-            self.plan = resolve(registry, engine_config, problems)
+            setup = Setup.of(self.config, engine_config, registry)
+            self.plan, self.device = setup.plan, setup.device
             self.tokenizer = load_tokenizer(checkpoint.path, self.config)
             self.engram_hash = EngramHash(self.config, self.tokenizer.backend, self.device)
-            weights = WeightLoader(checkpoint, dtype, self.device, engine_config.engram).load(progress)
+            weights = WeightLoader(checkpoint, setup.dtype, self.device, engine_config.engram).load(progress)
             self.skipped_bytes = checkpoint.summary.skipped.bytes
             self.bytes_read = checkpoint.bytes_read
-        layout = cache_layout(resolve_cache_layout(engine_config, dtype_name))
-        text = self.config.text_config
-        self.cache = KVCache(text, engine_config.cache, layout, self.device)
-        builder = OperatorBuilder(self.device, self.clock)
-        self.model = assemble(
-            text, engine_config, weights, self.cache, self.plan, builder, dtype, keep_weights=keep_weights
-        )
+        self.cache, self.model = setup.build(weights, self.clock, keep_weights=keep_weights)
 
     @property
     def page_tokens(self) -> int:

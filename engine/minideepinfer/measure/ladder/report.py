@@ -40,17 +40,16 @@ _ONE_SESSION: dict[str, Callable[[Record], Any]] = {
 }
 
 
-def render(records: Sequence[Record], title: str = "The ladder", source: str = "") -> str:
+def render(records: Sequence[Record], source: str = "") -> str:
     """Markdown, with the pictures of `pictures.draw` beside it.
 
     Args:
         records: of one ladder, in order; see `check`.
-        title: its heading.
         source: where the records lie, for the reader.
     """
     check(records)
     parts = [
-        f"# {title}",
+        f"# {records[0].problem.get('ladder', 'The ladder')}",
         _introduction(records, source),
         "## Rungs",
         _rungs(records),
@@ -190,8 +189,8 @@ def _stages(records: Sequence[Record]) -> str:
     rows = [[stage, *(_stage(record, stage) for record in records)] for stage in names]
     rows.append(["**sum**", *(number(sum(record.stages.values())) for record in records)])
     rows.append(["**step**", *(number(record.values["step"].median) for record in records)])
-    if any("staged_step" in record.values for record in records):
-        rows.append(["step while stages are timed", *(_median(r.values.get("staged_step")) for r in records)])
+    if any("step_with_stages" in record.values for record in records):
+        rows.append(["step while stages are timed", *(_median(r.values.get("step_with_stages")) for r in records)])
     return _table(["ms", *(record.name for record in records)], rows, numbers=range(1, len(records) + 1)) + (
         "\n\nExclusive milliseconds. Stages are timed in steps of their own; the picture draws their shares of the "
         "step."

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from minideepinfer.cli import bench_ladder, bench_prefill
+from minideepinfer.cli.bench_decode import add_decode
+from minideepinfer.cli.bench_kernel import add_kernel
+from minideepinfer.cli.bench_ladder import add_ladder, add_report
+from minideepinfer.cli.bench_prefill import add_prefill
 
 
 def add_parser(subparsers: Any) -> None:
     """Register the command."""
-    parser = subparsers.add_parser("bench", help="measure: one rank's prefill, and the ladder of plans")
+    parser = subparsers.add_parser("bench", help="measure operators and the steps of one rank, and compare")
     actions = parser.add_subparsers(dest="action", required=True, metavar="WHAT")
-    bench_prefill.add_parser(actions)
-    bench_ladder.add_parsers(actions)
+    for add in (add_prefill, add_decode, add_kernel, add_ladder, add_report):
+        add(actions)

@@ -16,20 +16,24 @@ if TYPE_CHECKING:
 RECORDS, REPORT = "ladder.json", "ladder.md"
 
 
-def add_parsers(actions: Any) -> None:
-    """Register the commands."""
-    ladder = actions.add_parser(
+def add_ladder(actions: Any) -> None:
+    """Register `bench ladder`."""
+    parser = actions.add_parser(
         "ladder", help="plans one after the other in one session, with three layers of evidence"
     )
-    what = ladder.add_mutually_exclusive_group()
+    what = parser.add_mutually_exclusive_group()
     what.add_argument("file", nargs="?", metavar="FILE", help="the rungs, in TOML; default: those of the preset")
     what.add_argument("--preset", choices=PRESETS, default="v41-rank", help="default: v41-rank, made for one H200")
-    _add_out(ladder)
-    ladder.set_defaults(run=_ladder)
-    report = actions.add_parser("report", help="a ladder's report and pictures from its records; runs nothing")
-    report.add_argument("records", metavar="RECORDS", help=f"file of records, e.g. {RECORDS}")
-    _add_out(report)
-    report.set_defaults(run=_report)
+    _add_out(parser)
+    parser.set_defaults(run=_ladder)
+
+
+def add_report(actions: Any) -> None:
+    """Register `bench report`."""
+    parser = actions.add_parser("report", help="a ladder's report and pictures from its records; runs nothing")
+    parser.add_argument("records", metavar="RECORDS", help=f"file of records, e.g. {RECORDS}")
+    _add_out(parser)
+    parser.set_defaults(run=_report)
 
 
 def _add_out(parser: argparse.ArgumentParser) -> None:
@@ -96,6 +100,7 @@ def _check_pictures() -> None:
 
 
 def _line(record: Record) -> str:
+    from minideepinfer.measure.ladder.report import largest_error
+
     step, speed = record.values["step"], record.values["tokens_per_second"]
-    worst = max((e for name, e in record.errors.items() if "." not in name), default=0.0)
-    return f"{record.name}: step {step.median:.1f} ms, {speed.median:.0f} tokens/s, largest error {worst:.1e}"
+    return f"{record.name}: step {step.median:.1f} ms, {speed.median:.0f} tokens/s, error {largest_error(record)}"

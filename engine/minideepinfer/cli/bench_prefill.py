@@ -18,7 +18,7 @@ CONFIGS = {"v41-rank": "config.full.json", "tiny": "config.tiny.json"}
 """The packaged model that a preset measures."""
 
 
-def add_parser(actions: Any) -> None:
+def add_prefill(actions: Any) -> None:
     """Register the command."""
     parser = actions.add_parser("prefill", help="one rank of an expert-parallel world, at the end of a long context")
     parser.add_argument("--preset", choices=CONFIGS, default="v41-rank")

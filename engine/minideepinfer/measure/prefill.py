@@ -6,8 +6,7 @@ Every step rewinds to the same position and computes the same final chunk, so th
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
@@ -18,11 +17,11 @@ from minideepinfer.measure.facts import MachineWatch, software
 from minideepinfer.measure.rank import Rank, RankShape, with_cache
 from minideepinfer.measure.rates import measured_rates
 from minideepinfer.measure.record import Measurement, Record
-from minideepinfer.measure.steps import Profile, StepTimes, fused_stages, time_steps
-from minideepinfer.measure.timing import summary
+from minideepinfer.measure.step_values import once, step_values
+from minideepinfer.measure.steps import WITH_STAGES, Profile, StepTimes, fused_stages, time_steps
 from minideepinfer.model.step import Step
 from minideepinfer.model.transformer import TextModel
-from minideepinfer.operators import Phase
+from minideepinfer.operators import Phase, Stage
 from minideepinfer.runtime.request import Request
 from minideepinfer.runtime.scheduler import ScheduledRequest
 
@@ -157,16 +156,10 @@ class PrefillBench:
 
     def rows_per_expert(self) -> tuple[int, float, int]:
         """Fewest, mean and most rows of this rank's experts, over the layers of the last step that ran on all rows."""
-        dispatched = self.rank.ranks.dispatched_ids.values()
+        dispatched, local = self.rank.ranks.dispatched_ids.values(), self.rank.local
         most = max(len(ids) for ids in dispatched)
-        experts = self.rank.config.n_routed_experts
-        counts = torch.stack(
-            [
-                torch.bincount(ids.flatten().long(), minlength=experts)[: experts // self.problem.world_size]
-                for ids in dispatched
-                if len(ids) == most
-            ]
-        )
+        full = [ids.flatten().long() for ids in dispatched if len(ids) == most]
+        counts = torch.stack([ids.bincount(minlength=local.stop)[local.start : local.stop] for ids in full])
         return int(counts.min()), float(counts.float().mean()), int(counts.max())
 
 
@@ -176,7 +169,7 @@ def measure_prefill(
     problem: PrefillProblem,
     *,
     name: str = "prefill",
-    profile: Profile = Profile(stages=True),
+    profile: Profile = WITH_STAGES,
     rates: Mapping[str, float] | None = None,
     bench: PrefillBench | None = None,
     progress: Callable[[str], None] = lambda what: None,
@@ -213,93 +206,39 @@ def measure_prefill(
     if rates is None:
         progress("measuring rates")
         rates = measured_rates(device)
+    bench.rewind()
+    floors = bench.rank.costs(bench.new_step(), num_logits=1).floors(rates)
     return Record(
         benchmark="prefill",
         name=name,
         headline=headline(bench),
         machine=machine,
         software=software(),
-        problem=_described(bench),
-        precision=precision(bench.rank),
+        problem={"context": problem.context, "new_tokens": problem.new_tokens, **bench.rank.described()},
+        precision=bench.rank.precision(),
         plan=bench.rank.setup.plan.to_dict(),
         seed=problem.seed,
         values=values,
         stages=times.stages,
-        inside=fused_stages(_serving(bench.rank, Phase.PREFILL)) if times.stages else {},
+        inside=fused_stages(bench.rank.operators(Phase.PREFILL)) if times.stages else {},
+        floors={**floors, "step": sum(floors.values()) - floors[Stage.FP4_DECODING]},
         rates=dict(rates),
     )
 
 
 def headline(bench: PrefillBench) -> str:
     """What is absent or made up, and the precision."""
-    problem, rank = bench.problem, bench.rank
-    others = (problem.world_size - 1) * problem.new_tokens
+    others = (bench.problem.world_size - 1) * bench.problem.new_tokens
     return (
-        f"one rank of {problem.world_size}, no network; {', '.join(f'{k} {v}' for k, v in precision(rank).items())}; "
-        f"{len(bench.model.blocks)} of {rank.config.num_hidden_layers} layers, random weights and cache, "
-        f"{problem.engram_fraction:.3g} of the rank's Engram rows; the other ranks' {others} tokens are random rows, "
-        "fresh in each step and routed by the real gate outside its time; their partial sums are left out"
+        f"{bench.rank.headline()}; the other ranks' {others} tokens are random rows, fresh in each step and routed by "
+        "the real gate outside its time; their partial sums are left out"
     )
 
 
-def precision(rank: Rank) -> dict[str, str]:
-    """The switches that change numbers."""
-    engine = rank.setup.engine_config
-    return {
-        "dtype": rank.setup.dtype_name,
-        "cache": rank.setup.layout.name,
-        "kv_quantization": engine.kv_quantization,
-        "activation_quantization": engine.activation_quantization,
-        "replay": engine.replay,
-    }
-
-
-def _serving(rank: Rank, phase: Phase) -> list[Any]:
-    """The operators that serve a phase."""
-    found: list[Any] = [rank.model.mixing.operators[phase]]
-    for block in rank.model.blocks:
-        found += [block.moe[phase], block.attention.attention[phase]]
-        found += [block.attention.indexer[phase]] if block.attention.indexer else []
-    return found
-
-
-def _described(bench: PrefillBench) -> dict[str, Any]:
-    """The problem without what only says how often it is measured."""
-    text, facts = bench.rank.config, asdict(bench.problem)
-    for name in ("steps", "warmup", "num_layers", "seed"):
-        del facts[name]
-    sizes = {"hidden_size": text.hidden_size, "experts": text.n_routed_experts, "vocab_size": text.vocab_size}
-    return {**facts, "layers": len(bench.model.blocks), "model_layers": text.num_hidden_layers, **sizes}
-
-
 def _values(bench: PrefillBench, times: StepTimes) -> dict[str, Measurement]:
-    step = summary(times.steps)
-    tokens = 1e3 * bench.problem.new_tokens
-    repeats = step.repeats
-    values = {
-        "step": step,
-        "tokens_per_second": Measurement(
-            median=tokens / step.median,
-            low=tokens / step.high,
-            high=tokens / step.low,
-            repeats=repeats,
-            unit="tokens/s",
-        ),
-    }
-    low, mean, high = bench.rows_per_expert()
-    for kind, number in (("least", low), ("mean", mean), ("most", high)):
-        values[f"rows_per_expert_{kind}"] = _once(number, "rows")
+    values = step_values(times, bench.problem.new_tokens)
+    for kind, number in zip(("least", "mean", "most"), bench.rows_per_expert(), strict=True):
+        values[f"rows_per_expert_{kind}"] = once(number, "rows")
     if bench.rank.setup.device.type == "cuda":
-        values["peak_memory"] = _once(torch.cuda.max_memory_allocated(bench.rank.setup.device), "bytes")
-    if times.staged:
-        values["step_with_stages"] = summary(times.staged)
-        ratios = [with_ / without - 1 for with_, without in zip(times.staged, times.steps, strict=True)]
-        values["stage_overhead"] = summary(ratios).model_copy(update={"unit": "1"})
-    if times.kernels:
-        values["kernels"] = _once(times.kernels.total, "ms")
-        values["communication_hidden"] = _once(times.kernels.hidden, "ms")
+        values["peak_memory"] = once(torch.cuda.max_memory_allocated(bench.rank.setup.device), "bytes")
     return values
-
-
-def _once(number: float, unit: Any) -> Measurement:
-    return Measurement(median=number, low=number, high=number, repeats=1, unit=unit)

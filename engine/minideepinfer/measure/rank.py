@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -12,6 +13,7 @@ from minideepinfer.config import EngineConfig, ModelConfig
 from minideepinfer.errors import ConfigError
 from minideepinfer.measure.made_up_ranks import MadeUpRanks
 from minideepinfer.measure.stages import SwitchedClock
+from minideepinfer.measure.step_costs import ExpertRows, StepCosts
 from minideepinfer.measure.synthetic import Share, SyntheticWeights
 from minideepinfer.model.engram_hash import EngramHash
 from minideepinfer.model.step import Step
@@ -164,6 +166,56 @@ class Rank:
         """Compute a step behind a `rewind`; logits of the rows that are wanted, float32 `[N, vocab]`."""
         step, rows = self.new_step(scheduled)
         return self.model.logits(self.model.forward(step), step, rows)
+
+    @property
+    def local(self) -> range:
+        """The experts of this rank."""
+        return range(self.config.n_routed_experts // self.shape.world_size)
+
+    def operators(self, phase: Phase) -> list[Any]:
+        """The built operators that serve a phase."""
+        found: list[Any] = [self.model.mixing.operators[phase]]
+        for block in self.model.blocks:
+            found += [block.moe[phase], block.attention.attention[phase]]
+            found += [block.attention.indexer[phase]] if block.attention.indexer else []
+        return found
+
+    def costs(self, step: Step, num_logits: int) -> StepCosts:
+        """What a step like the last one costs at least."""
+        experts = {layer: ExpertRows.of(ids, self.local) for layer, ids in self.ranks.dispatched_ids.items()}
+        return StepCosts(self.config, self.setup.plan, step, experts, num_logits)
+
+    def described(self) -> dict[str, Any]:
+        """What was measured, in plain data."""
+        return {
+            "world_size": self.shape.world_size,
+            "engram_fraction": self.shape.engram_fraction,
+            "layers": len(self.model.blocks),
+            "model_layers": self.config.num_hidden_layers,
+            "hidden_size": self.config.hidden_size,
+            "experts": self.config.n_routed_experts,
+            "vocab_size": self.config.vocab_size,
+        }
+
+    def precision(self) -> dict[str, str]:
+        """The switches that change numbers."""
+        engine = self.setup.engine_config
+        return {
+            "dtype": self.setup.dtype_name,
+            "cache": self.setup.layout.name,
+            "kv_quantization": engine.kv_quantization,
+            "activation_quantization": engine.activation_quantization,
+            "replay": engine.replay,
+        }
+
+    def headline(self) -> str:
+        """What every benchmark of a rank says first: what is absent or made up, and the precision."""
+        return (
+            f"one rank of {self.shape.world_size}, no network; "
+            f"{', '.join(f'{name} {value}' for name, value in self.precision().items())}; "
+            f"{len(self.model.blocks)} of {self.config.num_hidden_layers} layers, random weights and cache, "
+            f"{self.shape.engram_fraction:.3g} of the rank's Engram rows"
+        )
 
     def synchronize(self) -> None:
         """Wait for the device."""

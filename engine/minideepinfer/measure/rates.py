@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -33,7 +35,7 @@ def measured_rates(device: torch.device) -> dict[str, float]:
     return _measure(device, copy_bytes=1 << 30, products=products)
 
 
-def tflops(rates: dict[str, float], arithmetic: str) -> float:
+def tflops(rates: Mapping[str, float], arithmetic: str) -> float:
     """The rate of products in `float32`, `bf16` or `fp8`; a machine that lacks one has the next wider one's."""
     wider = ("fp8", "bf16", "float32")
     return next(rates[f"{name}_tflops"] for name in wider[wider.index(arithmetic) :] if f"{name}_tflops" in rates)

@@ -33,9 +33,10 @@ class StageRow:
 class StageTimer:
     """A `StageClock` whose stages nest; the time of an inner stage is not counted in the outer one.
 
-    Each beginning and each end of a stage is a mark on the stream on which the outermost stage began; the time between two marks belongs to the
-    innermost stage open there, so that under one outer stage nothing is lost, waiting for the host included. On CUDA a
-    mark is an event, made once and used again, and nothing is synchronised before the table is asked for.
+    Each beginning and each end of a stage is a mark on the stream on which the outermost stage began; the time between
+    two marks belongs to the innermost stage open there, so that under one outer stage nothing is lost, waiting for the
+    host included. On CUDA a mark is an event, made once and used again, and nothing is synchronised before the table is
+    asked for.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -125,8 +126,8 @@ class _Stage:
 
 
 def _seconds_between(begin: Mark, end: Mark) -> float:
-    if isinstance(begin, float):
-        assert isinstance(end, float)
+    if isinstance(begin, float) or isinstance(end, float):
+        assert isinstance(begin, float) and isinstance(end, float), "all marks are of one kind"
         return end - begin
     return float(begin.elapsed_time(end)) / 1e3
 

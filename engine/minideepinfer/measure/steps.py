@@ -10,11 +10,9 @@ from pathlib import Path
 
 from minideepinfer.measure.rank import Rank
 from minideepinfer.measure.stages import StageTimer
+from minideepinfer.measure.step_report import BETWEEN_KERNELS
 from minideepinfer.measure.trace import KernelTimes, TraceClock, kernel_times, trace_step
 from minideepinfer.operators import NoClock, Stage, StageClock
-
-BETWEEN_KERNELS = "between kernels"
-"""The stage in which the GPU waits: for the host, or for a kernel that ends and the next one that starts."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +26,9 @@ class Profile:
 
     stages: bool = False
     trace: Path | None = None
+
+
+WITH_STAGES = Profile(stages=True)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from minideepinfer.operators.batch import Batch
 from minideepinfer.operators.build import OperatorBuilder, build
 from minideepinfer.operators.comm import CommOperator, Dispatched
 from minideepinfer.operators.context import BuildContext, NoClock, Stage, StageClock
+from minideepinfer.operators.cost import Cost
 from minideepinfer.operators.declaration import (
     CONTRACT_VERSION,
     OperatorDeclaration,
@@ -49,6 +50,7 @@ __all__ = [
     "Coefficients",
     "CommOperator",
     "CommProblem",
+    "Cost",
     "Dispatched",
     "Entered",
     "HyperConnectionWeights",

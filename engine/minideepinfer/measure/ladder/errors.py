@@ -9,18 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Protocol
-
 import torch
 from torch import Tensor
 
 from minideepinfer.cache.kv_cache import KVCache
 from minideepinfer.config import LayerSchedule
+from minideepinfer.measure.prefill import PrefillBench
 from minideepinfer.model.block import Block, HandOver
 from minideepinfer.model.rows import Rows
 from minideepinfer.model.stand_in import around
 from minideepinfer.model.step import Step
-from minideepinfer.model.transformer import TextModel
 from minideepinfer.operators import Selection
 
 MODULES = {
@@ -43,25 +41,6 @@ _OF_A_LAYER = (
     *("index.keys", "index.topk", "index.candidates"),
     *("ffn.in", "ffn.out", "ffn.expert_ids", "ffn.expert_weights"),
 )
-
-
-class Subject(Protocol):
-    """A model whose step can be repeated."""
-
-    model: TextModel
-    cache: KVCache
-
-    def rewind(self) -> None:
-        """Undo what a step left in rings and pending pairs."""
-        ...
-
-    def new_step(self) -> Step:
-        """The rows of the step."""
-        ...
-
-    def before_layer(self, layer_id: int) -> None:
-        """Say that the experts of this layer are the next ones to run."""
-        ...
 
 
 class KeptOnDevice:
@@ -114,7 +93,7 @@ def one_of_each_kind(layers: Iterable[LayerSchedule]) -> tuple[LayerSchedule, ..
 
 
 @torch.inference_mode()
-def record_reference(subject: Subject) -> Reference:
+def record_reference(subject: PrefillBench) -> Reference:
     """Run the subject's step once, in full replay, and keep what modules will be compared with."""
     model = subject.model
     layers = one_of_each_kind(block.layer for block in model.blocks)
@@ -131,7 +110,7 @@ def record_reference(subject: Subject) -> Reference:
 
 
 @torch.inference_mode()
-def module_errors(subject: Subject, reference: Reference) -> dict[str, float]:
+def module_errors(subject: PrefillBench, reference: Reference) -> dict[str, float]:
     """Errors of the subject's modules: of each of `MODULES` at its worst layer, then `layers.L.MODULE`.
 
     In bounded replay the layers behind the source of candidates run, and are compared, on the rows that are kept.
@@ -169,7 +148,7 @@ def missing_share(own: Tensor, reference: Tensor) -> float:
 class _LayerErrors:
     """The modules of one layer, each on the first rung's inputs, caches and choices."""
 
-    def __init__(self, subject: Subject, reference: Reference, layer: LayerSchedule) -> None:
+    def __init__(self, subject: PrefillBench, reference: Reference, layer: LayerSchedule) -> None:
         self._subject, self._reference, self._layer = subject, reference, layer
         self._block: Block = subject.model.blocks[layer.layer_id]
         narrowing, everything = subject.new_step().narrowing, slice(None)
@@ -280,7 +259,7 @@ class _LayerErrors:
         return self._value("streams_out", before), self._value("next_pre_mix", before)
 
 
-def _head_error(subject: Subject, reference: Reference) -> float:
+def _head_error(subject: PrefillBench, reference: Reference) -> float:
     model, last = subject.model, reference.num_layers - 1
     streams, pre = (reference.of(last, name) for name in ("streams_out", "next_pre_mix"))
     assert streams is not None and pre is not None

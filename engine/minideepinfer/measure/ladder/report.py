@@ -6,11 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from minideepinfer.errors import ConfigError
+from minideepinfer.measure.ladder import KERNEL, KERNEL_BEFORE
 from minideepinfer.measure.ladder.pictures import STEPS, THROUGHPUT
 from minideepinfer.measure.record import Measurement, Record
-
-KERNEL, KERNEL_BEFORE = "kernel ", "kernel before "
-"""Begin the names of a rung's kernel times in `Record.values`; `FAMILY:NAME` of the new operator follows."""
 
 
 def check(records: Sequence[Record]) -> None:
@@ -71,7 +69,7 @@ def render(records: Sequence[Record], source: str = "") -> str:
 
 def _introduction(records: Sequence[Record], source: str) -> str:
     first = records[0]
-    text = [f"{first.headline}."]
+    text = [f"The first rung: {first.headline}."]
     text.append(
         f"One session on one {first.machine.device}; every time below is of this session, and gains are never added. "
         "A rung that is slower stays in the table; the next one says what it builds on."
@@ -91,11 +89,13 @@ def _rungs(records: Sequence[Record]) -> str:
                 record.name,
                 record.problem.get("says", ""),
                 base.name if base else "",
-                f"{number(step.median)} ± {step.spread / 2:.1%}",
+                f"{number(step.median)} ± {step.spread / 2:.1%}"
+                if step.repeats > 1
+                else f"{number(step.median)} (once)",
                 f"{record.values['tokens_per_second'].median:,.0f}{_layers(record, records)}",
                 _ratio(record, records[0]),
                 _ratio(record, base),
-                _worst(record),
+                largest_error(record),
             ]
         )
     heads = ["rung", "what is new", "builds on", "step, ms", "tokens/s", "× first", "× before", "largest error"]
@@ -114,15 +114,21 @@ def _ratio(record: Record, other: Record | None) -> str:
     if other is None or record.problem.get("layers") != other.problem.get("layers"):
         return "–"
     ratio = record.values["tokens_per_second"].median / other.values["tokens_per_second"].median
-    return f"{ratio:.3f}" if 0.95 < ratio < 1.05 else f"{ratio:.2f}" if ratio < 100 else f"{ratio:.0f}"
+    return f"{ratio:.3f}" if 0.1 < ratio < 1.05 else f"{ratio:.3g}"
 
 
-def _worst(record: Record) -> str:
-    modules = {name: error for name, error in record.errors.items() if not name.startswith("layers.")}
+def largest_error(record: Record) -> str:
+    """The largest error of a module, and which."""
+    modules = {name: error for name, error in record.errors.items() if _is_module(name)}
     if not modules:
         return "not measured"
     name = max(modules, key=modules.__getitem__)
     return f"{_error(modules[name])} ({name})" if modules[name] else "0"
+
+
+def _is_module(name: str) -> bool:
+    """Whether an error is that of a module at its worst layer."""
+    return not name.startswith(("layers.", KERNEL))
 
 
 def _evidence(records: Sequence[Record]) -> str:
@@ -140,14 +146,15 @@ def _evidence(records: Sequence[Record]) -> str:
                 f"{number(base.values['step'].median)} → {number(record.values['step'].median)}"
                 if base.problem.get("layers") == record.problem.get("layers")
                 else f"{number(record.values['step'].median)}{_layers(record, records)}",
-                _worst(record),
+                largest_error(record),
             ]
         )
     if not rows:
         return "One rung; nothing to compare."
     return (
-        "Milliseconds, before → after. *Kernel*: one call of the operator that is new, on the fixed problem, beside "
-        "the one it replaces. *Stage*: the stage that changed most. *Step*: end to end.\n\n"
+        "Milliseconds, before → after. *Kernel*: one call of the operator that is new, on each problem of "
+        "`bench kernel`, and of the one that it replaces beside it; the error is against the reference. *Stage*: the "
+        "stage that changed most. *Step*: end to end.\n\n"
         + _table(["rung", "kernel", "stage", "step", "largest error"], rows)
     )
 
@@ -161,10 +168,12 @@ def _kernels(record: Record) -> list[str]:
 
 
 def _kernel(record: Record, name: str) -> str:
-    floor = record.floors.get(f"{KERNEL}{name}")
-    above = f" (floor {number(floor)})" if floor else ""
+    floor, error = record.floors.get(f"{KERNEL}{name}"), record.errors.get(f"{KERNEL}{name}")
+    beside = [f"floor {number(floor)}"] if floor else []
+    beside += [] if error is None else [f"error {_error(error)}"]
     before = record.values.get(f"{KERNEL_BEFORE}{name}")
-    return f"{name}: {_median(before)} → {_median(record.values[f'{KERNEL}{name}'])}{above}"
+    times = f"{_median(before)} → {_median(record.values[f'{KERNEL}{name}'])}"
+    return f"{name}: {times}" + (f" ({', '.join(beside)})" if beside else "")
 
 
 def _median(value: Measurement | None) -> str:
@@ -200,7 +209,7 @@ def _stages(records: Sequence[Record]) -> str:
 def _errors(records: Sequence[Record]) -> str:
     """Modules first, then whole blocks by layer."""
     names = dict.fromkeys(name for record in records for name in record.errors)
-    modules = [name for name in names if not name.startswith("layers.")]
+    modules = [name for name in names if _is_module(name)]
     blocks = [name for name in names if name.startswith("layers.") and name.endswith(".block")]
     if not modules:
         return "Not measured."

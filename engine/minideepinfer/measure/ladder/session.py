@@ -10,11 +10,14 @@ from minideepinfer.config import ModelConfig
 from minideepinfer.errors import MiniDeepInferError, OperatorError
 from minideepinfer.measure.ladder.errors import Reference, module_errors, record_reference
 from minideepinfer.measure.ladder.file import Ladder, Rung
+from minideepinfer.measure.ladder.kernels import KernelEvidence, kernel_evidence
 from minideepinfer.measure.prefill import PRESETS, PrefillBench, PrefillProblem, measure_prefill
 from minideepinfer.measure.rank import rank_setup
 from minideepinfer.measure.rates import measured_rates
 from minideepinfer.measure.record import Record
-from minideepinfer.measure.steps import Profile
+from minideepinfer.measure.steps import WITH_STAGES
+from minideepinfer.operators import load_registry
+from minideepinfer.operators.plan import Plan
 
 
 def run_ladder(
@@ -57,6 +60,7 @@ class _Session:
         progress("measuring rates")
         self._rates = measured_rates(self._bench.rank.setup.device)
         self._reference: Reference | None = None
+        self._plans: dict[str, Plan] = {}
 
     def measure(self, rung: Rung) -> Record:
         """One rung's record."""
@@ -71,21 +75,29 @@ class _Session:
             rung.engine,
             problem,
             name=rung.name,
-            profile=Profile(stages=True),
+            profile=WITH_STAGES,
             rates=self._rates,
             bench=self._bench,
         )
-        errors = module_errors(self._bench, self._reference)
-        return self._of_ladder(record, rung, errors)
+        self._plans[rung.name] = plan = self._bench.rank.setup.plan
+        kernels = self._kernels(self._plans[rung.builds_on], plan) if rung.builds_on else KernelEvidence()
+        return self._of_ladder(record, rung, module_errors(self._bench, self._reference), kernels)
 
-    def _of_ladder(self, record: Record, rung: Rung, errors: dict[str, float]) -> Record:
+    def _kernels(self, before: Plan, after: Plan) -> KernelEvidence:
+        registry = load_registry(self._ladder.rungs[0].engine.plugins.ignore)
+        device = self._bench.rank.setup.device
+        return kernel_evidence(before, after, self._ladder.preset, registry, device, self._rates, self._ladder.seed)
+
+    def _of_ladder(self, record: Record, rung: Rung, errors: dict[str, float], kernels: KernelEvidence) -> Record:
         place = {"ladder": self._ladder.title, "builds_on": rung.builds_on, "says": rung.says}
         return record.model_copy(
             update={
                 "benchmark": "ladder",
                 "problem": record.problem | place,
-                "errors": errors,
-                "notes": self._notes(record),
+                "values": record.values | kernels.values,
+                "floors": record.floors | kernels.floors,
+                "errors": errors | kernels.errors,
+                "notes": (*self._notes(record), *kernels.notes),
             }
         )
 
@@ -93,6 +105,11 @@ class _Session:
         assert self._reference is not None
         looked_at = ", ".join(str(layer.layer_id) for layer in self._reference.layers)
         notes = [*record.notes, f"errors are of the modules of layers {looked_at}"]
+        if record.precision["replay"] == "bounded":
+            notes.append(
+                "bounded replay is an approximation by design: behind the source of candidates its windows begin at the "
+                "rows that are kept, which is what its errors of attention and blocks are there"
+            )
         if len(self._bench.model.blocks) < self._model_config.text_config.num_hidden_layers:
             notes.append(f"{record.name} ran the first {len(self._bench.model.blocks)} layers; nothing is scaled")
         return tuple(notes)

@@ -61,7 +61,7 @@ def _ladder(args: argparse.Namespace) -> int:
         if not records:
             raise
         raise type(error)(f"{error}; {out / RECORDS} has the records of the rungs before it") from error
-    _write(records, out, RECORDS)
+    _write(records, out, str(out / RECORDS))
     return 0
 
 

@@ -17,7 +17,7 @@ from minideepinfer.measure.step_costs import ExpertRows, StepCosts
 from minideepinfer.measure.synthetic import Share, SyntheticWeights
 from minideepinfer.model.engram_hash import EngramHash
 from minideepinfer.model.step import Step
-from minideepinfer.operators import MoeProblem, NoClock, Phase, Problem
+from minideepinfer.operators import MoeProblem, NoClock, OperatorRegistry, Phase, Problem, load_registry
 from minideepinfer.operators.build import OperatorBuilder
 from minideepinfer.operators.plan import Plan
 from minideepinfer.quantization import qdq_fp8, qdq_mxfp4, qdq_nvfp4
@@ -70,6 +70,7 @@ class Rank:
     """A rank whose steps can be repeated.
 
     Attributes:
+        registry: operators to choose from.
         setup: device, precision and plan.
         cache: random entries, rounded as the model rounds them.
         model: its blocks, embedding and head.
@@ -91,7 +92,8 @@ class Rank:
         """
         self.shape, self.config = shape, model_config.text_config
         share = shape.share(model_config)
-        self.setup = rank_setup(model_config, engine_config, shape)
+        self.registry = load_registry(engine_config.plugins.ignore)
+        self.setup = rank_setup(model_config, engine_config, shape, self.registry)
         self.clock = SwitchedClock(NoClock())
         self._hash = EngramHash(model_config, None, self.setup.device)
         self._maker = maker = SyntheticWeights(self.config, share, self.setup.dtype, self.setup.device, shape.seed)
@@ -115,7 +117,8 @@ class Rank:
         Raises:
             OperatorError: a chosen operator cannot serve the rank's problem.
         """
-        before, self.setup = self.setup, rank_setup(self.setup.model_config, engine_config, self.shape)
+        before = self.setup
+        self.setup = rank_setup(before.model_config, engine_config, self.shape, self.registry)
         made = {
             block.layer.layer_id: block.moe_weights
             for block in self.model.blocks
@@ -223,15 +226,23 @@ class Rank:
             torch.cuda.synchronize(self.setup.device)
 
 
-def rank_setup(model_config: ModelConfig, engine_config: EngineConfig, shape: RankShape) -> Setup:
+def rank_setup(
+    model_config: ModelConfig, engine_config: EngineConfig, shape: RankShape, registry: OperatorRegistry
+) -> Setup:
     """What is decided for a rank before weights are made.
+
+    Args:
+        model_config: the model.
+        engine_config: how to run it.
+        shape: how much of it.
+        registry: operators to choose from.
 
     Raises:
         ConfigError: the model cannot be shared like that.
         OperatorError: a chosen operator cannot serve the rank's problem.
     """
     shape.share(model_config)
-    return Setup.of(model_config, engine_config, adjust=lambda problem: _of_rank(problem, shape.world_size))
+    return Setup.of(model_config, engine_config, registry, adjust=lambda problem: _of_rank(problem, shape.world_size))
 
 
 def moe_choice(plan: Plan, layer_id: int) -> list[object]:

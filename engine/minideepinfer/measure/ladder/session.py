@@ -37,9 +37,10 @@ def run_ladder(
     Raises:
         MiniDeepInferError: a rung cannot be served, which is known before anything is measured, or failed; names it.
     """
+    registry = load_registry(ladder.rungs[0].engine.plugins.ignore)
     for rung in ladder.rungs:
         with _named(rung):
-            rank_setup(model_config, rung.engine, _problem(ladder, rung).shape)
+            rank_setup(model_config, rung.engine, _problem(ladder, rung).shape, registry)
     session = _Session(model_config, ladder, progress)
     for rung in ladder.rungs:
         with _named(rung):
@@ -84,9 +85,8 @@ class _Session:
         return self._of_ladder(record, rung, module_errors(self._bench, self._reference), kernels)
 
     def _kernels(self, before: Plan, after: Plan) -> KernelEvidence:
-        registry = load_registry(self._ladder.rungs[0].engine.plugins.ignore)
-        device = self._bench.rank.setup.device
-        return kernel_evidence(before, after, self._ladder.preset, registry, device, self._rates, self._ladder.seed)
+        rank, ladder = self._bench.rank, self._ladder
+        return kernel_evidence(before, after, ladder.preset, rank.registry, rank.setup.device, self._rates, ladder.seed)
 
     def _of_ladder(self, record: Record, rung: Rung, errors: dict[str, float], kernels: KernelEvidence) -> Record:
         place = {"ladder": self._ladder.title, "builds_on": rung.builds_on, "says": rung.says}
@@ -107,8 +107,8 @@ class _Session:
         notes = [*record.notes, f"errors are of the modules of layers {looked_at}"]
         if record.precision["replay"] == "bounded":
             notes.append(
-                "bounded replay is an approximation by design: behind the source of candidates its windows begin at the "
-                "rows that are kept, which is what its errors of attention and blocks are there"
+                "bounded replay is an approximation by design: behind the source of candidates its windows begin at "
+                "the rows that are kept, which is what its errors of attention and blocks are there"
             )
         if len(self._bench.model.blocks) < self._model_config.text_config.num_hidden_layers:
             notes.append(f"{record.name} ran the first {len(self._bench.model.blocks)} layers; nothing is scaled")

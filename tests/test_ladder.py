@@ -14,8 +14,9 @@ from minideepinfer.cli.main import main
 from minideepinfer.config import EngineConfig, ModelConfig
 from minideepinfer.errors import OperatorError
 from minideepinfer.measure import rank
-from minideepinfer.measure.ladder.errors import module_errors, one_of_each_kind, record_reference
+from minideepinfer.measure.ladder.errors import module_errors
 from minideepinfer.measure.ladder.file import make_ladder
+from minideepinfer.measure.ladder.reference import one_of_each_kind, record_reference
 from minideepinfer.measure.ladder.session import run_ladder
 from minideepinfer.measure.prefill import PRESETS, PrefillBench
 from minideepinfer.measure.record import Record, read_records

@@ -8,9 +8,10 @@ from dataclasses import replace
 
 from minideepinfer.config import ModelConfig
 from minideepinfer.errors import MiniDeepInferError, OperatorError
-from minideepinfer.measure.ladder.errors import Reference, module_errors, record_reference
+from minideepinfer.measure.ladder.errors import module_errors
 from minideepinfer.measure.ladder.file import Ladder, Rung
 from minideepinfer.measure.ladder.kernels import KernelEvidence, kernel_evidence
+from minideepinfer.measure.ladder.reference import Reference, record_reference
 from minideepinfer.measure.prefill import PRESETS, PrefillBench, PrefillProblem, measure_prefill
 from minideepinfer.measure.rank import rank_setup
 from minideepinfer.measure.rates import measured_rates

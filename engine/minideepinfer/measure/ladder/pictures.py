@@ -34,7 +34,7 @@ _COLOURS = {
     Stage.HEAD: "#56657f",
     Stage.OTHER: "#b8b8b8",
 }
-_SPARE = ("#404040", "#00806a", "#ff9db5", "#6a7f10")
+_SPARE = ("#404040", "#ff9db5", "#6a7f10", "#00806a")
 """Of stages that only one operator knows."""
 _SMALL = 0.004
 """A stage below this share of every bar is drawn with the others of its size."""
@@ -123,7 +123,7 @@ def _throughput(records: Sequence[Record]) -> Figure:
     axis = figure.subplots()
     speeds = [record.values["tokens_per_second"] for record in records]
     medians = [speed.median for speed in speeds]
-    whole = _layers(records[0])
+    whole = max(_layers(record) for record in records)
     colours = ["#2f6db3" if _layers(record) == whole else "#b8b8b8" for record in records]
     axis.barh(range(len(records)), medians, height=0.68, color=colours)
     for place, (record, median) in enumerate(zip(records, medians, strict=True)):
@@ -145,7 +145,7 @@ def _finish(axis: Axes, records: Sequence[Record], largest: float) -> None:
 
     axis.set_yticks(range(len(records)), [_name(record) for record in records])
     axis.set_ylim(len(records) - 0.4, -0.6)
-    axis.set_xlim(0, largest * (1.27 if any(_layers_note(record, records) for record in records) else 1.14))
+    axis.set_xlim(0, largest * (1.3 if any(_layers_note(record, records) for record in records) else 1.14))
     axis.tick_params(axis="y", length=0)
     axis.spines[["top", "right", "left"]].set_visible(False)
     axis.xaxis.set_major_locator(MaxNLocator(6))
@@ -194,9 +194,8 @@ def _step(record: Record) -> float:
     return record.values["step"].median
 
 
-def _layers(record: Record) -> int | None:
-    layers = record.problem.get("layers")
-    return layers if isinstance(layers, int) else None
+def _layers(record: Record) -> int:
+    return int(record.problem.get("layers", 0))
 
 
 def _number(value: float) -> str:

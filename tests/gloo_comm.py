@@ -8,15 +8,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from minideepinfer.operators import BuildContext, Dispatched
+from minideepinfer.operators import Arrived, BuildContext, Dispatched
 from torch import Tensor
 
 
 class GlooComm:
+    sent_bytes = 0
+
     def __init__(self) -> None:
         if not dist.is_initialized():
             dist.init_process_group("gloo")
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+
+    def prepare(self, counts: Sequence[int]) -> GlooComm:
+        return self
 
     def _everybodys(self, x: Tensor) -> list[Tensor]:
         """The ranks' tensors, which differ in their number of rows."""
@@ -35,36 +40,36 @@ class GlooComm:
     def reduce_scatter(self, x: Tensor, counts: Sequence[int]) -> Tensor:
         return torch.stack(self._everybodys(x)).sum(0).split(list(counts))[self.rank]
 
-    def dispatch(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Dispatched:
+    def dispatch(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Arrived[Dispatched]:
         counts = [len(part) for part in self._everybodys(topk_ids)]
         parts = (torch.cat(self._everybodys(tensor)) for tensor in (x, topk_ids, topk_weights))
-        return Dispatched(*parts, handle=counts)
+        return Arrived(Dispatched(*parts, handle=counts))
 
-    def combine(self, partial: Tensor, handle: Any) -> Tensor:
-        return self.reduce_scatter(partial, handle)
+    def combine(self, partial: Tensor, handle: Any) -> Arrived[Tensor]:
+        return Arrived(self.reduce_scatter(partial, handle))
 
-    def fetch_rows(self, table: Tensor, row_ids: Tensor) -> Tensor:
-        return torch.cat(self._everybodys(table))[row_ids]
+    def fetch_rows(self, tables: Sequence[Tensor], row_ids: Tensor, rows_per_rank: int) -> Arrived[tuple[Tensor, ...]]:
+        return Arrived(tuple(torch.cat(self._everybodys(table))[row_ids] for table in tables))
 
 
 class NextRanksTokens(GlooComm):
     """Brings home what belongs to another rank."""
 
-    def combine(self, partial: Tensor, handle: Any) -> Tensor:
-        return self.reduce_scatter(partial.roll(1, 0), handle)
+    def combine(self, partial: Tensor, handle: Any) -> Arrived[Tensor]:
+        return Arrived(self.reduce_scatter(partial.roll(1, 0), handle))
 
 
 class Raises(GlooComm):
     """Rank 1 fails while the others wait for it."""
 
-    def dispatch(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Dispatched:
+    def dispatch(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Arrived[Dispatched]:
         if self.rank == 1:
             raise ValueError("no route to host")
         return super().dispatch(x, topk_ids, topk_weights)
 
 
 class Dies(GlooComm):
-    def dispatch(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Dispatched:
+    def dispatch(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Arrived[Dispatched]:
         if self.rank == 1:
             os._exit(3)
         return super().dispatch(x, topk_ids, topk_weights)

@@ -93,14 +93,14 @@ def test_made_up_ranks_append_strangers_and_return_own_rows() -> None:
     for tokens in (4, 2):
         ranks.next_layer = 0
         x = torch.full((tokens, 5), -1.0)
-        sent = ranks.dispatch(x, torch.full((tokens, 1), -1, dtype=torch.int32), torch.full((tokens, 1), -1.0))
+        sent = ranks.dispatch(x, torch.full((tokens, 1), -1, dtype=torch.int32), torch.full((tokens, 1), -1.0)).wait()
         assert torch.equal(sent.x[:tokens], x)
         assert sent.x[tokens:, 0].tolist() == list(range(2 * tokens))
         assert sent.topk_ids[:, 0].tolist() == [-1] * tokens + list(range(4, 4 + 2 * tokens))
         assert sent.topk_weights[:, 0].tolist() == [-1.0] * tokens + list(range(4, 4 + 2 * tokens))
-        assert torch.equal(ranks.combine(sent.x, sent.handle), x)
+        assert torch.equal(ranks.combine(sent.x, sent.handle).wait(), x)
     table = torch.arange(10, dtype=torch.uint8)[:, None]
-    assert ranks.fetch_rows(table, torch.tensor([3, 13, 29]))[:, 0].tolist() == [3, 3, 9]
+    assert ranks.fetch_rows([table], torch.tensor([3, 13, 29]), 30).wait()[0][:, 0].tolist() == [3, 3, 9]
 
 
 def test_a_record_says_everything(bench: PrefillBench) -> None:

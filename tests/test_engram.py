@@ -11,7 +11,7 @@ import pytest
 import torch
 from engine_fixtures import Arrival, play, poison, runner_of, text_tokens
 from minideepinfer.config import EngramConfig, ModelConfig
-from minideepinfer.model.engram import engram_values, inject
+from minideepinfer.model.engram import engram_values, inject, start_fetch
 from minideepinfer.model.weights import EngramWeights
 from minideepinfer.operators import BuildContext, CommProblem, OperatorOptions, Phase
 from minideepinfer.quantization import decode_e8m0
@@ -40,7 +40,13 @@ def weights(seed: int = 0) -> EngramWeights:
         wkv=normal((STREAMS + 1) * HIDDEN, COLUMNS * WIDTH) / 14,
         q_weight=normal(STREAMS, HIDDEN),
         k_weight=normal(STREAMS, HIDDEN),
+        rows_per_rank=ROWS,
     )
+
+
+def values_of(ids: Tensor, w: EngramWeights) -> Tensor:
+    """`[T, STREAMS + 1, HIDDEN]`."""
+    return engram_values(ids, start_fetch(ids, w, single()).wait(), w, torch.float32, "none")  # type: ignore[arg-type]
 
 
 def oracle(streams: Tensor, ids: Tensor, w: EngramWeights) -> Tensor:
@@ -66,7 +72,7 @@ def test_it_equals_the_specification() -> None:
     streams = torch.randn(7, STREAMS, HIDDEN, generator=generator)
     ids = torch.randint(0, ROWS, (7, COLUMNS), generator=generator)
     w = weights()
-    values = engram_values(ids, w, single(), torch.float32, "none")  # type: ignore[arg-type]
+    values = values_of(ids, w)
     assert values.shape == (7, STREAMS + 1, HIDDEN)
     found = inject(streams, values, w, CONFIG)
     # A float32 product of 192 terms and a gate whose slope is at most 500 near 0, where it is floored.
@@ -76,7 +82,7 @@ def test_it_equals_the_specification() -> None:
 
 def test_a_zero_stream_gets_a_gate_near_one_half() -> None:
     w = weights()
-    values = engram_values(torch.zeros(1, COLUMNS, dtype=torch.int64), w, single(), torch.float32, "none")  # type: ignore[arg-type]
+    values = values_of(torch.zeros(1, COLUMNS, dtype=torch.int64), w)
     found = inject(torch.zeros(1, STREAMS, HIDDEN), values, w, CONFIG)
     gate = 1 / (1 + math.exp(-1e-3))  # sqrt of the floor of 1e-6, sign of +0
     torch.testing.assert_close(found[0, 0], gate * values[0, STREAMS])
@@ -84,7 +90,7 @@ def test_a_zero_stream_gets_a_gate_near_one_half() -> None:
 
 def test_no_tokens() -> None:
     w = weights()
-    values = engram_values(torch.empty(0, COLUMNS, dtype=torch.int64), w, single(), torch.float32, "none")  # type: ignore[arg-type]
+    values = values_of(torch.empty(0, COLUMNS, dtype=torch.int64), w)
     assert inject(torch.zeros(0, STREAMS, HIDDEN), values, w, CONFIG).shape == (0, STREAMS, HIDDEN)
 
 
@@ -93,7 +99,7 @@ def test_bfloat16_is_rounded_once() -> None:
     streams = torch.randn(7, STREAMS, HIDDEN, generator=generator).bfloat16()
     ids = torch.randint(0, ROWS, (7, COLUMNS), generator=generator)
     w = weights()
-    values = engram_values(ids, w, single(), torch.float32, "none").bfloat16()  # type: ignore[arg-type]
+    values = values_of(ids, w).bfloat16()
     exact = inject(streams.float(), values.float(), w, CONFIG)
     assert torch.equal(inject(streams, values, w, CONFIG), exact.bfloat16())
 

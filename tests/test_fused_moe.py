@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from minideepinfer.operators import Dispatched, PackedExperts
+from minideepinfer.operators import Arrived, Dispatched, PackedExperts
 from minideepinfer.quantization import decode_mxfp4, qdq_fp8
 from minideepinfer.testing.recipes.batch import context
 from minideepinfer.testing.recipes.moe import MoeCase, MoeRecipe
@@ -162,12 +162,12 @@ class Mirrored:
 
     rank, world_size = 0, 2
 
-    def dispatch(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Dispatched:
-        return Dispatched(x.flip(0), topk_ids.flip(0), topk_weights.flip(0), "handle")
+    def dispatch(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Arrived[Dispatched]:
+        return Arrived(Dispatched(x.flip(0), topk_ids.flip(0), topk_weights.flip(0), "handle"))
 
-    def combine(self, partial: Tensor, handle: str) -> Tensor:
+    def combine(self, partial: Tensor, handle: str) -> Arrived[Tensor]:
         assert partial.dtype is torch.float32 and handle == "handle"
-        return partial.flip(0)
+        return Arrived(partial.flip(0))
 
 
 @pytest.mark.parametrize("quantization", ["none", "released"])

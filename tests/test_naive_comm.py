@@ -24,11 +24,11 @@ def test_everything_is_already_home(tokens: int) -> None:
     ids, weights = torch.zeros(tokens, 2, dtype=torch.int32), torch.rand(tokens, 2)
     assert torch.equal(COMM.all_gather(x, [tokens]), x)
     assert torch.equal(COMM.reduce_scatter(x, [tokens]), x)
-    dispatched = COMM.dispatch(x, ids, weights)
+    dispatched = COMM.prepare([tokens]).dispatch(x, ids, weights).wait()
     assert torch.equal(dispatched.x, x)
     assert torch.equal(dispatched.topk_ids, ids)
     assert torch.equal(dispatched.topk_weights, weights)
-    assert torch.equal(COMM.combine(dispatched.x, dispatched.handle), x)
+    assert torch.equal(COMM.combine(dispatched.x, dispatched.handle).wait(), x)
 
 
 @pytest.mark.parametrize("ids", [[], [2], [6, 0, 6, 3]])
@@ -38,6 +38,6 @@ def test_rows_come_from_memory_or_from_a_mapped_file(ids: list[int], tmp_path: P
     mapped = torch.from_numpy(np.memmap(tmp_path / "table", dtype=np.uint8, mode="r+", shape=(7, 5)))
     row_ids = torch.tensor(ids, dtype=torch.int64)
     for source in (table, mapped):
-        rows = COMM.fetch_rows(source, row_ids)
-        assert rows.shape == (len(ids), 5)
-        assert rows.tolist() == [table[i].tolist() for i in ids]
+        for rows in COMM.fetch_rows([source, source], row_ids, 7).wait():
+            assert rows.shape == (len(ids), 5)
+            assert rows.tolist() == [table[i].tolist() for i in ids]

@@ -9,7 +9,7 @@ import oracles
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
-from minideepinfer.operators import Dispatched, MoeWeights, PackedExperts
+from minideepinfer.operators import Arrived, Dispatched, MoeWeights, PackedExperts
 from minideepinfer.quantization import E2M1_VALUES
 from minideepinfer.testing.bounds import moe_bound, route
 from minideepinfer.testing.recipes.batch import NAN, context, facts
@@ -217,8 +217,8 @@ class _TwoRanksInTurn(SingleComm):
     def __init__(self, other: Tensor) -> None:
         self.other = other
 
-    def combine(self, partial: Tensor, handle: object) -> Tensor:
-        return partial + self.other
+    def combine(self, partial: Tensor, handle: object) -> Arrived[Tensor]:
+        return Arrived(partial + self.other)
 
 
 def test_partial_sums_of_ranks_add_up_to_the_whole() -> None:
@@ -248,6 +248,6 @@ def test_c1_one_rank_part(ids: list[list[int]]) -> None:
     check(case)
     comm = SingleComm()
     assert case.routing is not None
-    dispatched = comm.dispatch(case.x, *case.routing)
+    dispatched = comm.dispatch(case.x, *case.routing).wait()
     assert isinstance(dispatched, Dispatched)
-    assert comm.combine(case.x.float(), dispatched.handle).shape == (len(ids), 32)
+    assert comm.combine(case.x.float(), dispatched.handle).wait().shape == (len(ids), 32)

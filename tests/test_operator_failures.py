@@ -63,7 +63,7 @@ def breaking(monkeypatch: pytest.MonkeyPatch, family: str, method: str, error: B
         ("moe", "prepare", "in layer 0, prefill: prepare"),
         ("moe", "run", "in layer 0, prefill: run"),
         ("comm", "fetch_rows", "in prefill: fetch_rows"),
-        ("comm", "dispatch", "in prefill: dispatch"),
+        ("comm", "prepare", "in prefill: prepare"),
     ],
 )
 @pytest.mark.parametrize("error", [ValueError("no tile fits"), SystemExit(3)], ids=["error", "exit"])
@@ -125,7 +125,7 @@ def test_the_methods_of_a_family_are_those_of_its_protocol(family: str) -> None:
         ("moe", "transform_weights"),
         ("moe", "route"),
         ("moe", "run"),
-        ("comm", "combine"),
+        ("comm", "prepare"),
     ],
 )
 @pytest.mark.parametrize("error", [ValueError("no tile fits"), SystemExit(3)], ids=["error", "exit"])

@@ -8,7 +8,7 @@ import pytest
 import torch
 from minideepinfer import LLM, EngineConfig
 from minideepinfer.errors import OperatorError
-from minideepinfer.operators import IndexerOutput, Phase, Selection
+from minideepinfer.operators import Arrived, IndexerOutput, Phase, Selection
 
 
 class Wrapped:
@@ -84,14 +84,16 @@ def test_a_wrong_residual_result_is_named(
     ("change", "words"),
     [
         (lambda rows: None, "returned NoneType"),
-        (lambda rows: rows[:1], r"returned \[1, "),
-        (lambda rows: rows.double(), "torch.float64"),
-        (lambda rows: rows.to("meta"), "on meta"),
+        (lambda rows: rows[:1], "returned 1 tensors; a tensor for each of 2 tables is needed"),
+        (lambda rows: (rows[0], None), "returned NoneType"),
+        (lambda rows: (rows[0][:1], rows[1]), r"returned \[1, "),
+        (lambda rows: (rows[0], rows[1].double()), "torch.float64"),
+        (lambda rows: (rows[0].to("meta"), rows[1]), "on meta"),
     ],
 )
 def test_wrong_rows_of_a_table_are_named(llm: LLM, change: Any, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     comm = llm.engine.runner.model.blocks[0].comm
     right = comm.fetch_rows
-    monkeypatch.setattr(comm, "fetch_rows", lambda *arguments: change(right(*arguments)))
+    monkeypatch.setattr(comm, "fetch_rows", lambda *arguments: Arrived(change(right(*arguments).wait())))
     with pytest.raises(OperatorError, match=rf"comm operator \(fetch_rows\).*{words}"):
         llm.forward([[0, 396, 739, 23]])

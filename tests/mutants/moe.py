@@ -84,8 +84,8 @@ NAIVE = (
     mutant(
         "shared-expert-forgotten",
         "matches-reference",
-        "if weights.shared is not None:",
-        "if weights.shared is not None and False:",
+        "if shared is not None:",
+        "if shared is not None and False:",
     ),
     mutant(
         "weight-after-w2",
@@ -151,8 +151,8 @@ NAIVE = (
     mutant(
         "x-changed-in-place",
         "inputs-left-alone",
-        "        dispatched = comm.dispatch(x, *routing)",
-        "        x.nan_to_num_(0.0)\n        dispatched = comm.dispatch(x, *routing)",
+        "        arriving = comm.dispatch(x, *routing)",
+        "        x.nan_to_num_(0.0)\n        arriving = comm.dispatch(x, *routing)",
     ),
     mutant(
         "view-of-x-where-nothing-is-local",
@@ -163,20 +163,20 @@ NAIVE = (
     mutant(
         "rank-without-tokens-leaves",
         "ranks-together",
-        "        dispatched = comm.dispatch(x, *routing)",
-        "        if not len(x):\n            return x\n        dispatched = comm.dispatch(x, *routing)",
+        "        arriving = comm.dispatch(x, *routing)",
+        "        if not len(x):\n            return x\n        arriving = comm.dispatch(x, *routing)",
     ),
     mutant(
         "sums-not-brought-home",
         "ranks-together",
-        "total = comm.combine(partial, dispatched.handle)",
-        "total = partial[: len(x)] + 0.0 * comm.combine(partial, dispatched.handle)",
+        "total = comm.combine(partial, dispatched.handle).wait()",
+        "total = partial[: len(x)] + 0.0 * comm.combine(partial, dispatched.handle).wait()",
     ),
     mutant(
         "sums-brought-home-in-compute-dtype",
         "ranks-together",
-        "total = comm.combine(partial, dispatched.handle)",
-        "total = comm.combine(partial.to(x.dtype), dispatched.handle)",
+        "total = comm.combine(partial, dispatched.handle).wait()",
+        "total = comm.combine(partial.to(x.dtype), dispatched.handle).wait()",
     ),
     _quantizing("activation-scale-truncated", "M3", ".floor()"),
     _quantizing("activation-scale-twice-as-large", "M3", ".ceil() + 1"),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from minideepinfer.model.block import Block
-from minideepinfer.operators import Dispatched, StageClock
+from minideepinfer.operators import Arrived, Dispatched, StageClock
 
 MADE_UP = "made-up ranks"
 """The stage in which this rank's rows are put in front of the strangers'; it stands where a dispatch would."""
@@ -23,6 +23,7 @@ class MadeUpRanks:
     """
 
     rank = 0
+    sent_bytes = 0
 
     def __init__(self, world_size: int, most_rows: int, like: Tensor, clock: StageClock) -> None:
         """Make room.
@@ -59,15 +60,19 @@ class MadeUpRanks:
             ids[self._own :], weights[self._own :] = routing
             self._routing.append((ids, weights))
 
+    def prepare(self, counts: Sequence[int]) -> MadeUpRanks:
+        """The strangers have as many rows as this rank."""
+        return self
+
     def all_gather(self, x: Tensor, counts: Sequence[int]) -> Tensor:
-        """Not part of this benchmark."""
-        raise NotImplementedError("one rank, no network: nothing is gathered")
+        """As many rows on every rank as here."""
+        return x.repeat(self.world_size, *[1] * (x.dim() - 1))
 
     def reduce_scatter(self, x: Tensor, counts: Sequence[int]) -> Tensor:
         """Not part of this benchmark."""
         raise NotImplementedError("one rank, no network: nothing is reduced")
 
-    def dispatch(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Dispatched:
+    def dispatch(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Arrived[Dispatched]:
         """This rank's rows, followed by as many of each other rank; what lies there lasts until the next dispatch."""
         with self._clock.stage(MADE_UP):
             parts = (self._rows, *self._routing[self.next_layer])
@@ -77,12 +82,12 @@ class MadeUpRanks:
             rows, ids, weights = (part[begin:end] for part in parts)
         self.dispatched_ids[self.next_layer] = ids
         self.next_layer += 1
-        return Dispatched(rows, ids, weights, handle=len(x))
+        return Arrived(Dispatched(rows, ids, weights, handle=len(x)))
 
-    def combine(self, partial: Tensor, handle: Any) -> Tensor:
+    def combine(self, partial: Tensor, handle: Any) -> Arrived[Tensor]:
         """The partial sums of this rank's own rows."""
-        return partial[:handle]
+        return Arrived(partial[:handle])
 
-    def fetch_rows(self, table: Tensor, row_ids: Tensor) -> Tensor:
-        """Rows of a table that holds a part of the real one: row numbers are taken modulo its length."""
-        return table[(row_ids % len(table)).to(table.device)].to(row_ids.device)
+    def fetch_rows(self, tables: Sequence[Tensor], row_ids: Tensor, rows_per_rank: int) -> Arrived[tuple[Tensor, ...]]:
+        """Rows of tables that hold a part of the real ones: row numbers are taken modulo their length."""
+        return Arrived(tuple(table[(row_ids % len(table)).to(table.device)].to(row_ids.device) for table in tables))

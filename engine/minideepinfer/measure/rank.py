@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -142,6 +142,11 @@ class Rank:
         )
         self.draw_others()
 
+    def set_replay(self, replay: Literal["full", "bounded"]) -> None:
+        """From now on this many prompt rows run the decoder layers; nothing else depends on it."""
+        engine = self.setup.engine_config.model_copy(update={"replay": replay})
+        self.setup = replace(self.setup, engine_config=engine)
+
     @torch.inference_mode()
     def draw_others(self) -> None:
         """Fresh rows of the other ranks."""
@@ -162,6 +167,8 @@ class Rank:
         parts = make_parts(scheduled, self.config, engine.replay)
         step = build_step(parts, self.config, self._hash, engine.cache.page_tokens, device)
         step.clock = self.clock
+        world_size = self.shape.world_size
+        step.counts = (step.encoder.num_tokens,) * world_size, (step.decoder.num_tokens,) * world_size
         return step, wanted_rows(parts).to(device)
 
     @torch.inference_mode()
@@ -242,7 +249,7 @@ def rank_setup(
         OperatorError: a chosen operator cannot serve the rank's problem.
     """
     shape.share(model_config)
-    return Setup.of(model_config, engine_config, registry, adjust=lambda problem: _of_rank(problem, shape.world_size))
+    return Setup.of(model_config, engine_config, registry, adjust=lambda problem: of_rank(problem, shape.world_size))
 
 
 def moe_choice(plan: Plan, layer_id: int) -> list[object]:
@@ -251,7 +258,7 @@ def moe_choice(plan: Plan, layer_id: int) -> list[object]:
     return [(planned.registered, planned.options, planned.problem) for planned in chosen]
 
 
-def _of_rank(problem: Problem, world_size: int) -> Problem:
+def of_rank(problem: Problem, world_size: int) -> Problem:
     """A rank's MoE problems hold only its share of the experts."""
     if not isinstance(problem, MoeProblem):
         return problem

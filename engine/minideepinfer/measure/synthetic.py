@@ -174,4 +174,5 @@ class SyntheticWeights:
             wkv=self._matrix((config.hc_mult + 1) * config.hidden_size, columns * config.engram_head_dim),
             q_weight=self._ones(*streams),
             k_weight=self._ones(*streams),
+            rows_per_rank=rows,
         )

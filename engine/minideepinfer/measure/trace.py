@@ -15,6 +15,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from minideepinfer.errors import ConfigError
+from minideepinfer.operators import Stage
 
 Event = dict[str, Any]
 _ON_THE_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -72,7 +73,8 @@ def trace_step(step: Callable[[], object], path: str | Path, cuda: bool) -> None
 def kernel_times(path: str | Path, names: Collection[str]) -> KernelTimes:
     """Read the kernel time of each stage from a trace that `trace_step` wrote on a GPU.
 
-    A kernel belongs to the innermost stage that was open on the host when it was launched.
+    A kernel belongs to the innermost stage that was open on the host when it was launched; what runs on another stream
+    than most do is communication.
 
     Args:
         path: the trace.
@@ -81,16 +83,26 @@ def kernel_times(path: str | Path, names: Collection[str]) -> KernelTimes:
     events = [e for e in json.loads(Path(path).read_text(encoding="utf-8"))["traceEvents"] if e.get("ph") == "X"]
     stages = _Stages(e for e in events if e.get("cat") == "user_annotation" and e["name"] in names)
     launched = {e["args"]["correlation"]: e for e in events if e.get("cat") in _LAUNCHES and "correlation" in e["args"]}
-    busy: dict[Any, list[tuple[float, float]]] = defaultdict(list)
+    ours = [e for e in events if e.get("cat") in _ON_THE_GPU]
+    main = _busiest(ours)
     spent: dict[str, float] = defaultdict(float)
-    for event in events:
-        if event.get("cat") not in _ON_THE_GPU:
-            continue
+    for event in ours:
         launch = launched.get(event["args"].get("correlation"))
-        name = stages.at(launch["ts"]) if launch else ""
-        spent[name or "other"] += event["dur"] / 1e3
-        busy[event["args"].get("stream")].append((event["ts"], event["ts"] + event["dur"]))
-    return KernelTimes(dict(spent), _hidden(busy))
+        name = (stages.at(launch["ts"]) if launch else "") or Stage.OTHER
+        spent[str(name if _stream(event) == main else Stage.COMMUNICATION)] += event["dur"] / 1e3
+    return KernelTimes(dict(spent), _hidden(ours, main))
+
+
+def _stream(event: Event) -> Any:
+    return event["args"].get("stream")
+
+
+def _busiest(events: Iterable[Event]) -> Any:
+    """The stream that computes."""
+    busy: dict[Any, float] = defaultdict(float)
+    for event in events:
+        busy[_stream(event)] += event["dur"]
+    return max(busy, key=lambda stream: busy[stream], default=None)
 
 
 class _Stages:
@@ -118,18 +130,18 @@ class _Stages:
         return self._names[index] if index >= 0 else ""
 
 
-def _hidden(busy: dict[Any, list[tuple[float, float]]]) -> float:
-    """Milliseconds in which other streams than the busiest one ran while that one did."""
-    if len(busy) < 2:
-        return 0.0
-    main = max(busy, key=lambda stream: sum(end - begin for begin, end in busy[stream]))
-    ours = sorted(busy[main])
+def _hidden(events: Iterable[Event], main: Any) -> float:
+    """Milliseconds in which other streams than the main one ran while that one did."""
+    ours: list[tuple[float, float]] = []
+    others: list[tuple[float, float]] = []
+    for event in events:
+        (ours if _stream(event) == main else others).append((event["ts"], event["ts"] + event["dur"]))
+    ours.sort()
     starts = [begin for begin, _ in ours]
     overlap = 0.0
-    for stream, spans in busy.items():
-        for begin, end in spans if stream != main else ():
-            index = max(0, bisect_right(starts, begin) - 1)
-            while index < len(ours) and ours[index][0] < end:
-                overlap += max(0.0, min(end, ours[index][1]) - max(begin, ours[index][0]))
-                index += 1
+    for begin, end in others:
+        index = max(0, bisect_right(starts, begin) - 1)
+        while index < len(ours) and ours[index][0] < end:
+            overlap += max(0.0, min(end, ours[index][1]) - max(begin, ours[index][0]))
+            index += 1
     return overlap / 1e3

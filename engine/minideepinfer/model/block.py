@@ -10,7 +10,7 @@ from torch import Tensor
 
 from minideepinfer.config import LayerSchedule, TextConfig
 from minideepinfer.model.attention import AttentionLayer
-from minideepinfer.model.engram import engram_values, inject
+from minideepinfer.model.engram import engram_values, inject, start_fetch
 from minideepinfer.model.hyper_connections import HyperConnections, Site
 from minideepinfer.model.rows import Rows
 from minideepinfer.model.step import Step
@@ -113,13 +113,23 @@ class Block:
         following = self.mixing.advance(entered, output, self.following, rows.phase)
         return HandOver(following.streams, pre, following)
 
+    def start(self, step: Step) -> None:
+        """Send for Engram rows, where the block has any; before the first block, so that they travel meanwhile."""
+        if self.weights.engram is not None:
+            with step.clock.stage(Stage.ENGRAM):
+                row_ids = step.engram_rows_of(self.layer)
+                step.fetched[self.layer.layer_id] = start_fetch(row_ids, self.weights.engram, self.comm)
+
     def add_engram(self, streams: Tensor, rows: Rows, step: Step) -> Tensor:
         """Inject the Engram term, where the block has one."""
         if self.weights.engram is None:
             return streams
+        if self.layer.layer_id not in step.fetched:
+            self.start(step)
         with step.clock.stage(Stage.ENGRAM):
             row_ids = step.engram_rows_of(self.layer)
-            values = engram_values(row_ids, self.weights.engram, self.comm, streams.dtype, self.activation_quantization)
+            fetched = step.fetched.pop(self.layer.layer_id).wait()
+            values = engram_values(row_ids, fetched, self.weights.engram, streams.dtype, self.activation_quantization)
             streams = inject(streams, values, self.weights.engram, self.config)
         self.record(step, "engram.hash_ids", row_ids, rows)
         self.record(step, "engram.streams_out", streams, rows)
@@ -136,7 +146,8 @@ class Block:
             routing = routing or (ids, scores)
         with step.clock.stage(Stage.GROUPED_GEMM):
             metadata = step.prepared(operator, rows.batches)
-            output = operator.run(x, weights, self.comm, metadata, routing)
+            exchange = step.exchange(self.comm, self.layer)
+            output = operator.run(x, weights, exchange, metadata, routing)
         output = checked(output, x.shape, x.dtype, x.device, f"the moe operator of {self.name} ({rows.phase})")
         self.record(step, "ffn.out", output, rows)
         return output

@@ -2,43 +2,63 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from minideepinfer.config import TextConfig
+from minideepinfer.errors import OperatorError
 from minideepinfer.model.linear import quantized_linear
 from minideepinfer.model.weights import EngramWeights
-from minideepinfer.operators import CommOperator
+from minideepinfer.operators import CommOperator, Pending
 from minideepinfer.operators.results import checked
 from minideepinfer.quantization import decode_fp8_rows
 
+_FETCHER = "the comm operator (fetch_rows)"
 
-def engram_values(
-    row_ids: Tensor, weights: EngramWeights, comm: CommOperator, dtype: torch.dtype, activation_quantization: str
-) -> Tensor:
-    """Look rows up and project them; needs nothing of the streams, so it may run early.
+
+def start_fetch(row_ids: Tensor, weights: EngramWeights, comm: CommOperator) -> Pending[tuple[Tensor, ...]]:
+    """Send for table rows, wherever they lie; needs token ids only, so it is done before the first layer.
 
     Args:
         row_ids: int64 `[T, columns]`.
-        weights: table and projection.
-        comm: fetches rows from wherever the table lies.
+        weights: tables.
+        comm: brings the rows.
+    """
+    return comm.fetch_rows((weights.table, weights.table_scale), row_ids.flatten(), weights.rows_per_rank)
+
+
+def engram_values(
+    row_ids: Tensor, fetched: Sequence[Tensor], weights: EngramWeights, dtype: torch.dtype, activation_quantization: str
+) -> Tensor:
+    """Decode and project fetched rows; needs nothing of the streams.
+
+    Args:
+        row_ids: int64 `[T, columns]`.
+        fetched: what `start_fetch` brought.
+        weights: projection.
         dtype: compute dtype.
         activation_quantization: `released` or `none`.
 
     Returns:
         `[T, S + 1, H]`: a key for each stream, then the value.
+
+    Raises:
+        OperatorError: what was fetched is not two tensors of `T * columns` rows.
     """
-    ids = row_ids.flatten()
-    codes, scales = (_fetched(table, ids, comm) for table in (weights.table, weights.table_scale))
+    tables = (weights.table, weights.table_scale)
+    if not isinstance(fetched, (tuple, list)) or len(fetched) != len(tables):
+        found = f"{len(fetched)} tensors" if isinstance(fetched, (tuple, list)) else type(fetched).__name__
+        raise OperatorError(f"{_FETCHER} returned {found}; a tensor for each of {len(tables)} tables is needed")
+    codes, scales = (
+        checked(rows, (row_ids.numel(), table.shape[1]), table.dtype, row_ids.device, _FETCHER)
+        for rows, table in zip(fetched, tables, strict=True)
+    )
     memory = decode_fp8_rows(codes, scales, dtype).view(*row_ids.shape, codes.shape[-1]).flatten(1)
     projected = quantized_linear(memory, weights.wkv, activation_quantization)
     streams, width = weights.q_weight.shape
     return projected.view(len(row_ids), streams + 1, width)
-
-
-def _fetched(table: Tensor, ids: Tensor, comm: CommOperator) -> Tensor:
-    rows = comm.fetch_rows(table, ids)
-    return checked(rows, (len(ids), table.shape[1]), table.dtype, ids.device, "the comm operator (fetch_rows)")
 
 
 def inject(streams: Tensor, values: Tensor, weights: EngramWeights, config: TextConfig) -> Tensor:

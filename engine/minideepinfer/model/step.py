@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from minideepinfer.config import LayerSchedule
 from minideepinfer.model.rows import Rows
-from minideepinfer.operators import Batch, NoClock, Selection, StageClock
-from minideepinfer.operators.placed import unplaced
+from minideepinfer.operators import Batch, CommOperator, NoClock, Pending, Selection, StageClock, TokenExchange
+from minideepinfer.operators.placed import placed_like, unplaced
 
 
 class Recorder(Protocol):
@@ -89,6 +90,8 @@ class Step:
         narrowing: which rows of `encoder` go on; None = all.
         selection: latest selection, one per batch; overwritten by each index source.
         candidates: latest candidate blocks, one per batch.
+        counts: number of rows of every rank that enter the first layer, and that run the last one; None = one rank.
+        fetched: Engram rows on their way, by layer.
     """
 
     token_ids: Tensor
@@ -102,11 +105,36 @@ class Step:
     forced: Forced = field(default_factory=Forced)
     selection: list[Selection] = field(default_factory=list)
     candidates: list[Tensor] = field(default_factory=list)
+    counts: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    fetched: dict[int, Pending[tuple[Tensor, ...]]] = field(default_factory=dict)
     _prepared: dict[tuple[int, int], Any] = field(default_factory=dict)
 
     def rows_entering(self, layer: LayerSchedule) -> Rows:
         """The rows that enter a layer; at the candidate source, before rows are dropped."""
         return self.decoder if layer.behind_candidate_source else self.encoder
+
+    def meet(self, comm: CommOperator) -> None:
+        """Learn how many rows every rank has, unless it is known already; the host waits for it."""
+        if comm.world_size > 1 and self.counts is None:
+            own = torch.tensor([[self.encoder.num_tokens, self.decoder.num_tokens]], device=self.token_ids.device)
+            first, last = zip(*comm.all_gather(own, [1] * comm.world_size).tolist(), strict=True)
+            self.counts = first, last
+
+    def rows_anywhere(self, layer: LayerSchedule) -> bool:
+        """Whether a row of any rank enters a layer."""
+        counts = self.counts or ((self.encoder.num_tokens,), (self.decoder.num_tokens,))
+        return any(counts[layer.behind_candidate_source])
+
+    def exchange(self, comm: CommOperator, layer: LayerSchedule) -> TokenExchange:
+        """What brings the tokens of a layer to their experts; prepared at first use and shared by layers."""
+        narrowed = layer.behind_candidate_source or layer.is_candidate_source
+        key = (id(unplaced(comm)), int(narrowed))
+        if key not in self._prepared:
+            own = self.decoder if narrowed else self.encoder
+            counts = self.counts[narrowed] if self.counts else (own.num_tokens,)
+            self._prepared[key] = placed_like(comm, comm.prepare(counts))
+        prepared: TokenExchange = self._prepared[key]
+        return prepared
 
     def engram_rows_of(self, layer: LayerSchedule) -> Tensor:
         """Table rows of the tokens that enter an Engram layer, int64 `[T, columns]`."""

@@ -13,7 +13,7 @@ from minideepinfer.model.hyper_connections import HyperConnections
 from minideepinfer.model.linear import rms_norm
 from minideepinfer.model.step import Step
 from minideepinfer.model.weights import ModelWeights
-from minideepinfer.operators import Stage
+from minideepinfer.operators import CommOperator, Stage
 
 
 class TextModel:
@@ -25,12 +25,14 @@ class TextModel:
         weights: ModelWeights,
         blocks: Sequence[Block],
         mixing: HyperConnections,
+        comm: CommOperator,
         dtype: torch.dtype,
     ) -> None:
         self.config = config
         self.weights = weights
         self.blocks = tuple(blocks)
         self.mixing = mixing
+        self.comm = comm
         self.dtype = dtype
 
     def embed(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -42,7 +44,7 @@ class TextModel:
         return embedded.unsqueeze(1).repeat(1, num_streams, 1), pre
 
     def forward(self, step: Step) -> Tensor:
-        """Run a step through all blocks.
+        """Run a step through all blocks that a row of any rank enters.
 
         Args:
             step: the rows.
@@ -50,15 +52,17 @@ class TextModel:
         Returns:
             The collapsed output `[T', H]` of the rows that ran the last block (`step.decoder`).
         """
+        step.meet(self.comm)
+        blocks = [block for block in self.blocks if step.rows_anywhere(block.layer)]
+        for block in blocks:
+            block.start(step)
         with step.clock.stage(Stage.HEAD):
             streams, pre = self.embed(step.token_ids)
         state = HandOver(streams, pre)
         if step.recorder.wants("embed"):
             step.recorder.record("embed", streams[:, 0], step.encoder.request_ids)
-        for block in self.blocks:
+        for block in blocks:
             state = block.forward(state, step)
-            if not len(state.streams):  # nobody's rows go on; a world of ranks would have to agree on this
-                break
         with step.clock.stage(Stage.MIXING):
             return self.mixing.collapse(state.streams, state.pre, step.decoder.phase)
 

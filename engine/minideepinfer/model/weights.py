@@ -68,6 +68,7 @@ class EngramWeights:
     Attributes:
         table: uint8 `[rows, engram_head_dim]` E4M3 bytes, on device, host or disk.
         table_scale: uint8 `[rows, engram_head_dim / 32]`, beside it.
+        rows_per_rank: rows of each rank's shard, of which the last ranks may have fewer; rank 0 has the first.
         wkv: `[(S + 1) * H, columns * engram_head_dim]`.
         q_weight: float32 `[S, H]`; k_weight: float32 `[S, H]`.
     """
@@ -77,6 +78,7 @@ class EngramWeights:
     wkv: Tensor
     q_weight: Tensor
     k_weight: Tensor
+    rows_per_rank: int
 
 
 @dataclass(frozen=True, eq=False)

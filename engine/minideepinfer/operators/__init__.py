@@ -6,7 +6,7 @@ Nothing here imports torch. A plugin needs `hookimpl`, `OperatorDeclaration` and
 from minideepinfer.operators.attention import AttentionOperator
 from minideepinfer.operators.batch import Batch
 from minideepinfer.operators.build import OperatorBuilder, build
-from minideepinfer.operators.comm import CommOperator, Dispatched
+from minideepinfer.operators.comm import Arrived, CommOperator, Dispatched, Pending, TokenExchange
 from minideepinfer.operators.context import BuildContext, NoClock, Stage, StageClock
 from minideepinfer.operators.cost import Cost
 from minideepinfer.operators.declaration import (
@@ -43,6 +43,7 @@ __all__ = [
     "ENTRY_POINT_GROUP",
     "FAMILIES",
     "TOKEN_INDICES",
+    "Arrived",
     "AttentionOperator",
     "AttentionProblem",
     "Batch",
@@ -67,6 +68,7 @@ __all__ = [
     "OperatorRegistry",
     "OwnTolerance",
     "PackedExperts",
+    "Pending",
     "Phase",
     "Plan",
     "PlanKey",
@@ -82,6 +84,7 @@ __all__ = [
     "StageClock",
     "Support",
     "Tier",
+    "TokenExchange",
     "build",
     "hookimpl",
     "interpreting",

@@ -10,7 +10,7 @@ METHODS: dict[str, tuple[str, ...]] = {
     "attention": ("prepare", "run"),
     "indexer": ("prepare", "run"),
     "moe": ("transform_weights", "prepare", "route", "run"),
-    "comm": ("all_gather", "reduce_scatter", "dispatch", "combine", "fetch_rows"),
+    "comm": ("prepare", "all_gather", "reduce_scatter", "fetch_rows"),
     "residual": ("transform_weights", "enter", "advance", "mix", "collapse"),
 }
 """What a built operator of a family can do: the methods of its protocol."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from minideepinfer.operators.batch import Batch
-from minideepinfer.operators.comm import CommOperator
+from minideepinfer.operators.comm import TokenExchange
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -101,7 +101,7 @@ class MoeOperator(Protocol):
         ...
 
     def run(
-        self, x: Tensor, weights: Any, comm: CommOperator, metadata: Any, routing: tuple[Tensor, Tensor] | None = None
+        self, x: Tensor, weights: Any, comm: TokenExchange, metadata: Any, routing: tuple[Tensor, Tensor] | None = None
     ) -> Tensor:
         """Gate, dispatch, local experts, combine, shared expert.
 
@@ -112,7 +112,7 @@ class MoeOperator(Protocol):
         Args:
             x: `[T, H]` compute dtype. Rows none of whose experts is local are never read by the routed part.
             weights: what `transform_weights` returned.
-            comm: moves tokens between ranks.
+            comm: moves tokens between ranks; `dispatch` and `combine` are called once each, in this order.
             metadata: what `prepare` returned for this step.
             routing: `(topk_ids, topk_weights)` as `route` returns them; the gate is then skipped. An id of -1 means
                 no expert.

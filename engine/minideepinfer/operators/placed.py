@@ -39,6 +39,11 @@ def unplaced(operator: Any) -> Any:
     return operator.operator if isinstance(operator, Placed) else operator
 
 
+def placed_like(operator: Any, part: Any) -> Any:
+    """Something that an operator returned and whose methods will be called, placed as the operator is."""
+    return Placed(part, operator.who) if isinstance(operator, Placed) else part
+
+
 def _blaming(method: Callable[..., Any], who: str) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         try:

@@ -60,7 +60,7 @@ def assemble(
         blocks.append(parts.block(config.layers[index], weights.layers[index], own, behind))
         if not keep_weights:
             weights.layers[index] = replace(weights.layers[index], moe=None)
-    return TextModel(config, weights, blocks, parts.mixing, dtype)
+    return TextModel(config, weights, blocks, parts.mixing, parts.comm, dtype)
 
 
 class _Parts:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from minideepinfer.checkpoint.partition import Partition
 from minideepinfer.config import EngineConfig, LayerSchedule, ModelConfig
 from minideepinfer.errors import ConfigError
 from minideepinfer.operators import (
@@ -70,6 +71,9 @@ def layer_problems(
         engine_config: precision, cache layout and ranks.
         device_type: `cpu` or `cuda`.
         capability: see `device_capability`.
+
+    Raises:
+        ConfigError: the ranks cannot share the experts evenly.
     """
     problems: dict[tuple[str, int | None, Phase], Problem] = {}
     for phase in Phase:
@@ -139,16 +143,17 @@ class _Facts:
         )
 
     def moe(self) -> MoeProblem:
+        ranks = self.engine.parallel.expert
         return MoeProblem(
             hidden_size=self.text.hidden_size,
             intermediate_size=self.text.moe_intermediate_size,
             num_experts=self.text.n_routed_experts,
-            num_local_experts=self.text.n_routed_experts,
+            num_local_experts=len(Partition(size=ranks).experts(self.text.n_routed_experts)),
             topk=self.text.num_experts_per_tok,
             num_shared_experts=self.text.n_shared_experts,
             routed_scaling=self.text.routed_scaling_factor,
             swiglu_limit=self.text.swiglu_limit,
-            world_size=self.engine.parallel.expert,
+            world_size=ranks,
             **self.shared,
         )
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from minideepinfer.operators import Dispatched
+from minideepinfer.operators import Arrived, Dispatched
 from minideepinfer.testing.contract import Violation
 
 R = TypeVar("R")
@@ -115,11 +115,17 @@ class _Handle:
 
 
 class RankComm:
-    """The comm operator of one rank of a `World`; sums go in rank order."""
+    """The comm operator of one rank of a `World`, and its `TokenExchange`; sums go in rank order."""
+
+    sent_bytes = 0
 
     def __init__(self, world: World, rank: int) -> None:
         self.rank, self.world_size = rank, world.size
         self._world = world
+
+    def prepare(self, counts: Sequence[int]) -> RankComm:
+        """See `CommOperator`; ranks tell each other in every call."""
+        return self
 
     def all_gather(self, x: Tensor, counts: Sequence[int]) -> Tensor:
         """See `CommOperator`."""
@@ -134,7 +140,7 @@ class RankComm:
         total: Tensor = torch.stack(parts).sum(0)
         return total[sum(counts[: self.rank]) :][: counts[self.rank]]
 
-    def dispatch(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Dispatched:
+    def dispatch(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Arrived[Dispatched]:
         """See `CommOperator`."""
         given = self._world.exchange(self.rank, "dispatch", (x, topk_ids, topk_weights))
         x, topk_ids, topk_weights = (torch.cat(parts) for parts in zip(*given, strict=True))
@@ -145,9 +151,10 @@ class RankComm:
             x, topk_ids, topk_weights, rows = x[here], topk_ids[here], topk_weights[here], rows[here]
         else:
             x = x.masked_fill(~here[:, None], self._world.unsent)
-        return Dispatched(x, topk_ids, topk_weights, _Handle(rows, tuple(len(parts[0]) for parts in given)))
+        handle = _Handle(rows, tuple(len(parts[0]) for parts in given))
+        return Arrived(Dispatched(x, topk_ids, topk_weights, handle))
 
-    def combine(self, partial: Tensor, handle: Any) -> Tensor:
+    def combine(self, partial: Tensor, handle: Any) -> Arrived[Tensor]:
         """See `CommOperator`."""
         if partial.dtype is not torch.float32 or len(partial) != len(handle.rows):
             raise Violation(
@@ -158,12 +165,13 @@ class RankComm:
         home[handle.rows] = partial
         parts = self._world.exchange(self.rank, "combine", home)
         total: Tensor = torch.stack(parts).sum(0)
-        return total[sum(handle.counts[: self.rank]) :][: handle.counts[self.rank]]
+        return Arrived(total[sum(handle.counts[: self.rank]) :][: handle.counts[self.rank]])
 
-    def fetch_rows(self, table: Tensor, row_ids: Tensor) -> Tensor:
+    def fetch_rows(self, tables: Sequence[Tensor], row_ids: Tensor, rows_per_rank: int) -> Arrived[tuple[Tensor, ...]]:
         """See `CommOperator`."""
-        shards = self._world.exchange(self.rank, "fetch_rows", table)
-        return torch.cat(shards)[row_ids.to(table.device)].to(row_ids.device)
+        everybodys = self._world.exchange(self.rank, "fetch_rows", tables)
+        whole = (torch.cat(shards) for shards in zip(*everybodys, strict=True))
+        return Arrived(tuple(table[row_ids.to(table.device)].to(row_ids.device) for table in whole))
 
 
 def _expect(call: str, found: list[int], counts: list[int]) -> None:

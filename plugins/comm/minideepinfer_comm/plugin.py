@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from minideepinfer.operators import CommProblem, OperatorDeclaration, Properties, Tier, hookimpl
+from minideepinfer.operators import OperatorDeclaration, Properties, Tier, hookimpl
 
-
-def _single_refuses(problem: CommProblem) -> list[str]:
-    return [f"has world size {problem.world_size}, needs 1"] if problem.world_size > 1 else []
-
+from minideepinfer_comm.options import GroupOptions, refuses_several
 
 OPERATORS = (
     OperatorDeclaration(
@@ -19,8 +16,20 @@ OPERATORS = (
         build="minideepinfer_comm.single:build",
         source="one rank of architecture section 3",
         tier=Tier.REFERENCE,
-        refuses=_single_refuses,
+        priority=20,
+        refuses=refuses_several,
         properties=Properties(deterministic=True, batch_invariant=True),
+    ),
+    OperatorDeclaration(
+        family="comm",
+        name="collective",
+        summary="Gathers the tokens of all ranks, and scatters the sums back; NCCL or gloo.",
+        build="minideepinfer_comm.collective:build",
+        source="architecture section 3; torch.distributed",
+        tier=Tier.OPTIMIZED,
+        priority=10,
+        properties=Properties(deterministic=True, batch_invariant=True),
+        options=GroupOptions,
     ),
 )
 

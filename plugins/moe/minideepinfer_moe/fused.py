@@ -9,11 +9,11 @@ import torch
 from minideepinfer.operators import (
     Batch,
     BuildContext,
-    CommOperator,
     MoeWeights,
     PackedExperts,
     Stage,
     StageClock,
+    TokenExchange,
     interpreting,
 )
 from minideepinfer.operators.problem import MoeProblem
@@ -121,22 +121,23 @@ class FusedMoe:
         self,
         x: Tensor,
         weights: FusedWeights,
-        comm: CommOperator,
+        comm: TokenExchange,
         metadata: None,
         routing: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """See `MoeOperator.run`. In a world of one rank the shared expert joins the combine's sum."""
+        """See `MoeOperator.run`. The shared expert runs while tokens travel, or else joins the combine's sum."""
         if routing is None:
             with self._clock.stage(Stage.GATE):
                 routing = self.route(x, weights)
         if self._quantize:
             x = quantize(x.contiguous())
-        shared = self._shared(x, weights)
         if comm.world_size == 1:
-            return self._routed(x, routing, weights, shared, x.dtype)
-        tokens = comm.dispatch(x, *routing)
+            return self._routed(x, routing, weights, self._shared(x, weights), x.dtype)
+        arriving = comm.dispatch(x, *routing)
+        shared = self._shared(x, weights)
+        tokens = arriving.wait()
         partial = self._routed(tokens.x, (tokens.topk_ids, tokens.topk_weights), weights, None, torch.float32)
-        total = comm.combine(partial, tokens.handle)
+        total = comm.combine(partial, tokens.handle).wait()
         with self._clock.stage(Stage.COMBINE):
             return (total if shared is None else total + shared).to(x.dtype)
 

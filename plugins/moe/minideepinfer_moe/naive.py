@@ -8,12 +8,13 @@ from minideepinfer.model.linear import quantized_linear
 from minideepinfer.operators import (
     Batch,
     BuildContext,
-    CommOperator,
     Dispatched,
     MoeWeights,
     PackedExperts,
+    SharedExpert,
     Stage,
     StageClock,
+    TokenExchange,
 )
 from minideepinfer.operators.problem import MoeProblem
 from minideepinfer.quantization import decode_mxfp4
@@ -43,7 +44,7 @@ class NaiveMoe:
         self,
         x: Tensor,
         weights: MoeWeights,
-        comm: CommOperator,
+        comm: TokenExchange,
         metadata: None,
         routing: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
@@ -51,16 +52,20 @@ class NaiveMoe:
         if routing is None:
             with self._clock.stage(Stage.GATE):
                 routing = self.route(x, weights)
-        dispatched = comm.dispatch(x, *routing)
+        arriving = comm.dispatch(x, *routing)
+        with self._clock.stage(Stage.SHARED_EXPERT):  # while tokens travel
+            shared = self._shared(x, weights.shared)
+        dispatched = arriving.wait()
         with self._clock.stage(Stage.GROUPED_GEMM):
             partial = self._local_experts(dispatched, weights.experts)
-        total = comm.combine(partial, dispatched.handle)
-        if weights.shared is not None:
-            shared = weights.shared
-            with self._clock.stage(Stage.SHARED_EXPERT):
-                total = total + self._expert(x, shared.w1, shared.w3, shared.w2).float()
+        total = comm.combine(partial, dispatched.handle).wait()
         with self._clock.stage(Stage.COMBINE):
+            if shared is not None:
+                total = total + shared.float()
             return total.to(x.dtype)
+
+    def _shared(self, x: Tensor, shared: SharedExpert | None) -> Tensor | None:
+        return None if shared is None else self._expert(x, shared.w1, shared.w3, shared.w2)
 
     def _local_experts(self, tokens: Dispatched, experts: PackedExperts) -> Tensor:
         """For each token the float32 sum over the experts held here, `[T', H]`, in the order of its ids."""

@@ -58,11 +58,15 @@ def check_comm(run: Runs, recipe: RanksRecipe) -> None:
 
 @dataclass(frozen=True)
 class _Request:
-    """What a process is to build and call: operators by family, each with its problem, and the case."""
+    """What a process is to build and call: operators by family, each with its problem, and the case.
+
+    `counts` are the rows of each rank where the case wants a `TokenExchange`, not the comm operator itself.
+    """
 
     operators: Mapping[str, tuple[RegisteredOperator, Problem]]
     device: str
     case: Any
+    counts: Sequence[int] | None = None
 
 
 _BUILT: dict[Any, Any] = {}
@@ -74,9 +78,11 @@ def serve(rank: int, request: _Request) -> Outputs:
     device = torch.device(request.device, rank) if request.device == "cuda" else torch.device(request.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    operators = [_built(registered, problem, device) for registered, problem in request.operators.values()]
+    built = {family: _built(*operator, device) for family, operator in request.operators.items()}
+    if request.counts is not None:
+        built["comm"] = built["comm"].prepare(request.counts)
     case = map_tensors(request.case, lambda tensor: tensor.to(device))
-    outputs = case.run(*operators)
+    outputs = case.run(*built.values())
     named = outputs if isinstance(outputs, dict) else {"y": outputs}
     return {name: tensor.cpu() for name, tensor in named.items()}
 
@@ -164,7 +170,7 @@ def check_chain(
     for case in cases:
         problems = {"moe": subject.problem(case), "comm": comm_problem(whole, len(counts))}
         operators = {"moe": (_portable(moe), problems["moe"]), "comm": (_portable(comm), problems["comm"])}
-        requests.append(_Request(operators, subject.device.type, case))
+        requests.append(_Request(operators, subject.device.type, case, counts))
     subject.tally.ran += len(cases)
     found = _in_processes(subject, requests) if len(cases) > 1 else [serve(0, requests[0])]
     y: Tensor = torch.cat([outputs["y"] for outputs in found])

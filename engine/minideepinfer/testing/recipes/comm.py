@@ -31,17 +31,18 @@ class CommCase:
 
     def run(self, operator: Any) -> dict[str, Tensor]:
         """Call every method; `combined` is what comes home from experts that return what they are given."""
-        dispatched = operator.dispatch(self.x, self.topk_ids, self.topk_weights)
-        partial = identity_experts(dispatched.x, dispatched.topk_ids, dispatched.topk_weights)
         counts = [len(self.x)]
+        exchange = operator.prepare(counts)
+        dispatched = exchange.dispatch(self.x, self.topk_ids, self.topk_weights).wait()
+        partial = identity_experts(dispatched.x, dispatched.topk_ids, dispatched.topk_weights)
         return {
             "dispatched x": dispatched.x,
             "dispatched topk_ids": dispatched.topk_ids,
             "dispatched topk_weights": dispatched.topk_weights,
-            "combined": operator.combine(partial, dispatched.handle),
+            "combined": exchange.combine(partial, dispatched.handle).wait(),
             "gathered": operator.all_gather(self.x, counts),
             "scattered": operator.reduce_scatter(self.x.float(), counts),
-            "rows": operator.fetch_rows(self.table, self.row_ids),
+            "rows": operator.fetch_rows([self.table], self.row_ids, len(self.table)).wait()[0],
         }
 
     def take(self, order: Sequence[int]) -> tuple[CommCase, Tensor]:

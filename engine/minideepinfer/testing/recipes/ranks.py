@@ -30,16 +30,18 @@ class RankCase:
 
     def run(self, operator: Any) -> dict[str, Tensor]:
         """Call every method; experts return what they are given."""
-        dispatched = operator.dispatch(self.x, self.topk_ids, self.topk_weights)
+        exchange = operator.prepare(self.counts)
+        fetch = operator.fetch_rows([self.table], self.row_ids, 3)
+        dispatched = exchange.dispatch(self.x, self.topk_ids, self.topk_weights).wait()
         share = self.problem.num_experts // len(self.counts)
         ids = dispatched.topk_ids
         mine = ids.masked_fill((ids < 0) | (ids // share != self.rank), -1)
         partial = identity_experts(dispatched.x, mine, dispatched.topk_weights)
         return {
-            "combined": operator.combine(partial, dispatched.handle),
+            "combined": exchange.combine(partial, dispatched.handle).wait(),
             "gathered": operator.all_gather(self.x, self.counts),
             "scattered": operator.reduce_scatter(self.summands, self.counts),
-            "rows": operator.fetch_rows(self.table, self.row_ids),
+            "rows": fetch.wait()[0],
         }
 
 

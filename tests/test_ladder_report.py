@@ -148,6 +148,14 @@ def test_the_command_renders_without_running(tmp_path: Path, capsys: pytest.Capt
         assert (tmp_path / f"out/{name}.svg").exists()
 
 
+def test_a_missing_kit_is_told_with_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["bench", "ladder", "--preset", "tiny", "--out", str(tmp_path)]) == 1
+    assert "needs hypothesis: pip install 'mini-deepinfer[report,testing]'" in capsys.readouterr().err
+
+
 def test_a_missing_matplotlib_is_told_with_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

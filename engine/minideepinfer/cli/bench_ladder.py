@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minideepinfer.cli.bench_prefill import model_of, say
-from minideepinfer.errors import ConfigError, MiniDeepInferError
+from minideepinfer.errors import ConfigError, MiniDeepInferError, OperatorError
 from minideepinfer.measure.ladder.file import PRESETS
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def _ladder(args: argparse.Namespace) -> int:
 
     ladder = read_ladder(args.file) if args.file else packaged_ladder(args.preset)
     out = _directory(args.out)
-    _check_pictures()  # what cannot be drawn is better known before minutes of measuring
+    _require_extras()  # what cannot be drawn or checked is better known before minutes of measuring
     records: list[Record] = []
 
     def keep(record: Record) -> None:
@@ -93,10 +94,15 @@ def _directory(path: str) -> Path:
     return Path(path)
 
 
-def _check_pictures() -> None:
+def _require_extras() -> None:
     from minideepinfer.measure.ladder.pictures import library
 
     library()
+    if importlib.util.find_spec("hypothesis") is None:
+        raise OperatorError(
+            "bench ladder checks the kernels that it times with the conformance kit, which needs hypothesis: "
+            "pip install 'mini-deepinfer[report,testing]'"
+        )
 
 
 def _line(record: Record) -> str:

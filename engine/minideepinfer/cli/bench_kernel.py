@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import time
 from typing import TYPE_CHECKING, Any
 
 from minideepinfer.errors import ConfigError, OperatorError
-from minideepinfer.operators import FAMILIES, OperatorRegistry, RegisteredOperator, Tier, load_registry
+from minideepinfer.operators import FAMILIES, OperatorRegistry, RegisteredOperator, load_registry
 
 if TYPE_CHECKING:
     import torch
@@ -87,18 +88,19 @@ def _measure(
     """The results of every problem, printed family by family."""
     from minideepinfer.measure.kernels.bench import KernelBench, entrants
     from minideepinfer.measure.kernels.table import print_family
+    from minideepinfer.testing.subject import reference_operator
 
     found = []
     for family in _families(operators):
         chosen = [operator for operator in operators if operator.declaration.family == family]
-        references = [o for o in registry.operators(family) if o.declaration.tier is Tier.REFERENCE][:1]
-        for extra in (against, *references):
-            if extra is not None and extra.declaration.family == family and extra not in chosen:
-                chosen.append(extra)
-        bench = KernelBench(family, entrants(chosen), registry, device, rates, args.repeats, args.seed)
-        problems = list(bench.run(args.preset))
         ours = against is not None and against.declaration.family == family
-        print_family(family, problems, args.against if ours else "")
+        if against is not None and ours and against not in chosen:
+            chosen.append(against)
+        every = entrants(chosen, reference_operator(registry, family), named=bool(args.operators))
+        bench = KernelBench(family, every, registry, device, rates, args.repeats, args.seed)
+        start = time.perf_counter()
+        problems = list(bench.run(args.preset))
+        print_family(family, problems, time.perf_counter() - start, args.against if ours else "")
         found += problems
     return found
 

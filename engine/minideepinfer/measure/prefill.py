@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from minideepinfer.cache.kv_cache import KVCache
 from minideepinfer.config import EngineConfig, ModelConfig
 from minideepinfer.errors import ConfigError
 from minideepinfer.measure.facts import MachineWatch, software
@@ -19,6 +20,7 @@ from minideepinfer.measure.record import Measurement, Record
 from minideepinfer.measure.step_values import once, step_values
 from minideepinfer.measure.steps import WITH_STAGES, Profile, StepTimes, fused_stages, time_steps
 from minideepinfer.model.step import Step
+from minideepinfer.model.transformer import TextModel
 from minideepinfer.operators import Phase, Stage
 from minideepinfer.runtime.request import Request
 from minideepinfer.runtime.scheduler import ScheduledRequest
@@ -54,6 +56,11 @@ class PrefillProblem:
             if number is not None and number < 1:
                 raise ConfigError(f"prefill benchmark: {name} is {number}; at least 1 is needed")
 
+    @property
+    def shape(self) -> RankShape:
+        """The rank that it takes."""
+        return RankShape(self.world_size, self.engram_fraction, self.new_tokens, self.num_layers, self.seed)
+
 
 PRESETS = {
     "v41-rank": PrefillProblem(context=131072, new_tokens=4096, world_size=4, engram_fraction=1 / 8),
@@ -67,22 +74,38 @@ class PrefillBench:
     Attributes:
         problem: what is measured.
         rank: the rank.
-        model: its model.
-        cache: its cache.
     """
 
     def __init__(self, model_config: ModelConfig, engine_config: EngineConfig, problem: PrefillProblem) -> None:
         """Make weights and cache; see `Rank`."""
         text = model_config.text_config
         pages = -(-problem.context // engine_config.cache.page_tokens)
-        shape = RankShape(
-            problem.world_size, problem.engram_fraction, problem.new_tokens, problem.num_layers, problem.seed
-        )
         self.problem = problem
-        self.rank = Rank(model_config, with_cache(engine_config, pages, 1), shape)
-        self.model, self.cache = self.rank.model, self.rank.cache
+        self.rank = Rank(model_config, with_cache(engine_config, pages, 1), problem.shape)
         ids = torch.randint(text.vocab_size, (problem.context,), generator=torch.Generator().manual_seed(problem.seed))
         self._request = Request(0, ids.tolist(), problem.context, problem.context, ring=0, pages=list(range(pages)))
+        self.rewind()
+
+    @property
+    def model(self) -> TextModel:
+        """The rank's."""
+        return self.rank.model
+
+    @property
+    def cache(self) -> KVCache:
+        """The rank's."""
+        return self.rank.cache
+
+    def change(self, engine_config: EngineConfig, problem: PrefillProblem) -> None:
+        """Go over to another plan, with the same weights and cache; see `Rank.change`.
+
+        Args:
+            engine_config: with the device, dtype and cache of the one before.
+            problem: that of the one before, with other steps or fewer layers.
+        """
+        pages = len(self._request.pages)
+        self.problem = problem
+        self.rank.change(with_cache(engine_config, pages, 1), problem.num_layers)
         self.rewind()
 
     def rewind(self) -> None:

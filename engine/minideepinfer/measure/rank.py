@@ -17,8 +17,11 @@ from minideepinfer.measure.step_costs import ExpertRows, StepCosts
 from minideepinfer.measure.synthetic import Share, SyntheticWeights
 from minideepinfer.model.engram_hash import EngramHash
 from minideepinfer.model.step import Step
-from minideepinfer.operators import MoeProblem, NoClock, Phase, Problem
+from minideepinfer.operators import MoeProblem, NoClock, OperatorRegistry, Phase, Problem, load_registry
+from minideepinfer.operators.build import OperatorBuilder
+from minideepinfer.operators.plan import Plan
 from minideepinfer.quantization import qdq_fp8, qdq_mxfp4, qdq_nvfp4
+from minideepinfer.runtime.assembly import assemble
 from minideepinfer.runtime.batching import build_step, make_parts, wanted_rows
 from minideepinfer.runtime.scheduler import ScheduledRequest
 from minideepinfer.runtime.setup import Setup
@@ -67,6 +70,7 @@ class Rank:
     """A rank whose steps can be repeated.
 
     Attributes:
+        registry: operators to choose from.
         setup: device, precision and plan.
         cache: random entries, rounded as the model rounds them.
         model: its blocks, embedding and head.
@@ -88,16 +92,54 @@ class Rank:
         """
         self.shape, self.config = shape, model_config.text_config
         share = shape.share(model_config)
-        self.setup = Setup.of(model_config, engine_config, adjust=lambda problem: of_rank(problem, shape.world_size))
+        self.registry = load_registry(engine_config.plugins.ignore)
+        self.setup = rank_setup(model_config, engine_config, shape, self.registry)
         self.clock = SwitchedClock(NoClock())
         self._hash = EngramHash(model_config, None, self.setup.device)
-        maker = SyntheticWeights(self.config, share, self.setup.dtype, self.setup.device, shape.seed)
-        weights = maker.make()
+        self._maker = maker = SyntheticWeights(self.config, share, self.setup.dtype, self.setup.device, shape.seed)
+        self._weights = weights = maker.make()
         self.ranks = MadeUpRanks(shape.world_size, shape.most_rows, weights.layers[0].attention.wq_a, self.clock)
         self.cache, self.model = self.setup.build(weights, self.clock, self.ranks)
         fill_cache(self.cache, engine_config, maker)
         self._generator = torch.Generator(self.setup.device).manual_seed(shape.seed)
         self._kept = [tensor.clone() for tensor in self._overwritten()]
+        self.draw_others()
+
+    def change(self, engine_config: EngineConfig, num_layers: int | None = None) -> None:
+        """Go over to another plan, or fewer layers, with the same weights and cache.
+
+        Experts exist only as their operator keeps them: where that changes, they are made again.
+
+        Args:
+            engine_config: with the device, dtype and cache of the one before.
+            num_layers: first of the layers that the rank holds; None = all.
+
+        Raises:
+            OperatorError: a chosen operator cannot serve the rank's problem.
+        """
+        before = self.setup
+        self.setup = rank_setup(before.model_config, engine_config, self.shape, self.registry)
+        made = {
+            block.layer.layer_id: block.moe_weights
+            for block in self.model.blocks
+            if moe_choice(before.plan, block.layer.layer_id) == moe_choice(self.setup.plan, block.layer.layer_id)
+        }
+        del self.model  # a rank has no room for experts in two forms
+        layers = [
+            weights if layer_id in made else replace(weights, moe=self._maker.moe(layer_id))
+            for layer_id, weights in enumerate(self._weights.layers[:num_layers])
+        ]
+        self.model = assemble(
+            self.config,
+            engine_config,
+            replace(self._weights, layers=layers),
+            self.cache,
+            self.setup.plan,
+            OperatorBuilder(self.setup.device, self.clock),
+            self.setup.dtype,
+            self.ranks,
+            moe_weights=made,
+        )
         self.draw_others()
 
     def set_replay(self, replay: Literal["full", "bounded"]) -> None:
@@ -189,6 +231,31 @@ class Rank:
         """Wait for the device."""
         if self.setup.device.type == "cuda":
             torch.cuda.synchronize(self.setup.device)
+
+
+def rank_setup(
+    model_config: ModelConfig, engine_config: EngineConfig, shape: RankShape, registry: OperatorRegistry
+) -> Setup:
+    """What is decided for a rank before weights are made.
+
+    Args:
+        model_config: the model.
+        engine_config: how to run it.
+        shape: how much of it.
+        registry: operators to choose from.
+
+    Raises:
+        ConfigError: the model cannot be shared like that.
+        OperatorError: a chosen operator cannot serve the rank's problem.
+    """
+    shape.share(model_config)
+    return Setup.of(model_config, engine_config, registry, adjust=lambda problem: of_rank(problem, shape.world_size))
+
+
+def moe_choice(plan: Plan, layer_id: int) -> list[object]:
+    """What decides the form of a layer's experts: operator, options and problem of each phase."""
+    chosen = [plan.operators["moe", layer_id, phase] for phase in Phase]
+    return [(planned.registered, planned.options, planned.problem) for planned in chosen]
 
 
 def of_rank(problem: Problem, world_size: int) -> Problem:

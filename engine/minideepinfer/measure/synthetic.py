@@ -52,6 +52,7 @@ class SyntheticWeights:
         self.share = share
         self.dtype = dtype
         self.device = device
+        self.seed = seed
         self.generator = torch.Generator(device).manual_seed(seed)
 
     def make(self) -> ModelWeights:
@@ -84,7 +85,7 @@ class SyntheticWeights:
             hc_attn=self._hyper_connection(),
             hc_ffn=self._hyper_connection(),
             attention=self._attention(layer),
-            moe=self._moe(),
+            moe=self.moe(layer.layer_id),
             engram=None if layer.engram_index is None else self._engram(),
         )
 
@@ -126,6 +127,14 @@ class SyntheticWeights:
         config = self.config
         queries = self._matrix(config.index_n_heads * config.index_head_dim, config.q_lora_rank)
         return IndexerWeights(queries, self._matrix(config.index_n_heads, config.hidden_size))
+
+    def moe(self, layer_id: int) -> MoeWeights:
+        """Gate and experts of one layer; the same whenever they are made."""
+        others, self.generator = self.generator, torch.Generator(self.device).manual_seed(self.seed + 1 + layer_id)
+        try:
+            return self._moe()
+        finally:
+            self.generator = others
 
     def _moe(self) -> MoeWeights:
         config, hidden, inner = self.config, self.config.hidden_size, self.config.moe_intermediate_size

@@ -23,6 +23,8 @@ from minideepinfer_moe import experts
 from minideepinfer_moe.gate import gate_logits, select
 from minideepinfer_moe.grouped import GroupedProducts, serves
 from minideepinfer_moe.grouped_pack import fits
+from minideepinfer_moe.naive import choose_experts
+from minideepinfer_moe.options import FusedOptions
 from minideepinfer_moe.rows import combine, quantize, shared_expert
 from minideepinfer_moe.schedule import Schedule, make_schedule
 
@@ -77,8 +79,9 @@ class FusedWeights:
 class FusedMoe:
     """See `MoeOperator`. `run` speaks to the device only through launches; sizes follow from T * k."""
 
-    def __init__(self, problem: MoeProblem, clock: StageClock) -> None:
+    def __init__(self, problem: MoeProblem, options: FusedOptions, clock: StageClock) -> None:
         self._problem = problem
+        self._options = options
         self._clock = clock
         self._quantize = problem.activation_quantization == "released"
         self._grouped = serves(problem)
@@ -108,6 +111,9 @@ class FusedMoe:
 
     def route(self, x: Tensor, weights: FusedWeights) -> tuple[Tensor, Tensor]:
         """See `MoeOperator.route`."""
+        if self._options.gate == "torch":
+            problem = self._problem
+            return choose_experts(x, weights.gate, weights.gate_bias, problem.topk, problem.routed_scaling)
         logits = gate_logits(x, weights.gate)
         return select(logits, weights.gate_bias, self._problem.topk, self._problem.routed_scaling)
 
@@ -168,4 +174,5 @@ class FusedMoe:
 
 def build(context: BuildContext) -> FusedMoe:
     """Build `fused`."""
-    return FusedMoe(context.problem, context.clock)
+    assert isinstance(context.options, FusedOptions)
+    return FusedMoe(context.problem, context.options, context.clock)

@@ -37,11 +37,8 @@ class NaiveMoe:
 
     def route(self, x: Tensor, weights: MoeWeights) -> tuple[Tensor, Tensor]:
         """See `MoeOperator.route`."""
-        scores = F.softplus(F.linear(x.float(), weights.gate.float())).sqrt()
-        ranked = (scores + weights.gate_bias).sort(dim=-1, descending=True, stable=True).indices
-        ids = ranked[:, : self._problem.topk].sort(dim=-1).values
-        chosen = scores.gather(-1, ids)
-        return ids.int(), chosen / (chosen.sum(-1, keepdim=True) + 1e-20) * self._problem.routed_scaling
+        problem = self._problem
+        return choose_experts(x, weights.gate, weights.gate_bias, problem.topk, problem.routed_scaling)
 
     def run(
         self,
@@ -92,6 +89,23 @@ class NaiveMoe:
         gate = quantized_linear(x, w1, quantization).float().clamp(max=limit)
         up = quantized_linear(x, w3, quantization).float().clamp(-limit, limit)
         return quantized_linear((F.silu(gate) * up * weight).to(x.dtype), w2, quantization)
+
+
+def choose_experts(x: Tensor, gate: Tensor, bias: Tensor, topk: int, scaling: float) -> tuple[Tensor, Tensor]:
+    """The gate, see `MoeOperator.route`.
+
+    Args:
+        x: `[T, H]`.
+        gate: `[num_experts, H]`.
+        bias: float32 `[num_experts]`.
+        topk: k.
+        scaling: factor on the normalised weights.
+    """
+    scores = F.softplus(F.linear(x.float(), gate.float())).sqrt()
+    ranked = (scores + bias).sort(dim=-1, descending=True, stable=True).indices
+    ids = ranked[:, :topk].sort(dim=-1).values
+    chosen = scores.gather(-1, ids)
+    return ids.int(), chosen / (chosen.sum(-1, keepdim=True) + 1e-20) * scaling
 
 
 def build(context: BuildContext) -> NaiveMoe:

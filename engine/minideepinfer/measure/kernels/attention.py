@@ -75,12 +75,13 @@ def outputs(case: AttentionCase, result: Tensor) -> Outputs:
 def cost(case: AttentionCase) -> Cost:
     """Counts the keys that rows see, and the distinct ones among them."""
     batch, window = case.batch, case.problem.sliding_window
-    start = batch.window_start[batch.request_ids]
-    num_keys = int((batch.positions + 1 - start).clamp(0, window).sum())
-    context = torch.tensor(batch.context_lens, device=start.device)
-    rows = torch.tensor(batch.seqlens, device=start.device)
-    in_ring = (context - torch.maximum(batch.window_start, context - window + 1)).clamp(min=0)
-    distinct = int((in_ring * (rows > 0)).sum()) + int((batch.positions >= 0).sum())
+    start = batch.window_start[batch.request_ids].clamp(min=0)
+    seen = (batch.positions + 1 - start).clamp(0, window)
+    context = torch.tensor(batch.context_lens, dtype=torch.int64, device=start.device)
+    oldest = torch.maximum(batch.window_start, context - window + 1)  # of the first row, which sees the most of a ring
+    is_real = torch.zeros_like(context).index_add(0, batch.request_ids, (seen > 0).long()) > 0
+    in_rings = (context - oldest.clamp(min=0)).clamp(min=0)[is_real]
+    num_keys, distinct = int(seen.sum()), int(in_rings.sum()) + int((seen > 0).sum())
     if case.selection is not None:
         named, requests = _named(case)
         num_keys += len(named)

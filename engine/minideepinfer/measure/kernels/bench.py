@@ -15,7 +15,7 @@ from minideepinfer.measure.kernels import kernel_family
 from minideepinfer.measure.kernels.contract import Kernel, KernelFamily
 from minideepinfer.measure.record import Measurement
 from minideepinfer.measure.timing import Call, time_calls
-from minideepinfer.operators import OperatorRegistry, RegisteredOperator, Tier
+from minideepinfer.operators import OperatorRegistry, RegisteredOperator
 from minideepinfer.operators.cost import ARITHMETICS, Cost
 from minideepinfer.testing.contract import Conformance, Crash, Outputs, Violation
 from minideepinfer.testing.subject import Subject, crashing
@@ -66,6 +66,10 @@ class Entrant:
 
     registered: RegisteredOperator
     changes: Mapping[str, Any]
+    is_reference: bool = False
+    """Whether the others are compared with it."""
+    named: bool = False
+    """Whether it was asked for by name."""
 
     @property
     def title(self) -> str:
@@ -74,15 +78,19 @@ class Entrant:
         options = f"[{title(self.changes)}]" if self.changes else ""
         return f"{declaration.family}:{declaration.name}{options}"
 
-    @property
-    def is_reference(self) -> bool:
-        """Whether the others are compared with it."""
-        return self.registered.declaration.tier is Tier.REFERENCE
 
+def entrants(
+    operators: Sequence[RegisteredOperator], reference: RegisteredOperator, named: bool = False
+) -> list[Entrant]:
+    """Operators of a family with every set of options that the conformance kit tries, the reference among them.
 
-def entrants(operators: Sequence[RegisteredOperator]) -> list[Entrant]:
-    """Operators with every set of options that the conformance kit tries."""
-    return [Entrant(operator, changes) for operator in operators for changes in variants(operator)]
+    Args:
+        operators: what to time.
+        reference: what the others are compared with; appended if it is missing.
+        named: whether the operators were asked for by name.
+    """
+    every = [*operators, *([] if reference in operators else [reference])]
+    return [Entrant(o, changes, o is reference, named) for o in every for changes in variants(o)]
 
 
 class KernelBench:
@@ -126,7 +134,10 @@ class KernelBench:
             subject = Subject(
                 entrant.registered, self._registry, self._conformance, self._device, changes=entrant.changes
             )
-            result = Result(entrant, name, subject.problem(case), recipe, obstacles=subject.obstacles(case))
+            obstacles = subject.obstacles(case)
+            if not obstacles and subject.interpreted and not entrant.named:
+                obstacles = (f"would be interpreted on {self._device}, which says nothing; it is if it is named",)
+            result = Result(entrant, name, subject.problem(case), recipe, obstacles=obstacles)
             if not result.obstacles:
                 try:
                     result, call = self._checked(result, subject, kernel, case, least)

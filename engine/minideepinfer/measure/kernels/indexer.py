@@ -19,6 +19,7 @@ from minideepinfer.testing.contract import Outputs
 from minideepinfer.testing.recipes.batch import num_pages
 from minideepinfer.testing.recipes.indexer import IndexerCase, IndexerRecipe
 from minideepinfer.testing.subject import Subject
+from minideepinfer.testing.tensors import map_tensors
 
 JUDGED_ROWS = 4
 ROUNDED_AT_ONCE = 1 << 24
@@ -96,16 +97,21 @@ def cost(case: IndexerCase) -> Cost:
 
 
 def sample(case: IndexerCase) -> tuple[Tensor, IndexerCase]:
-    """A few rows as requests of their own, over the same pool."""
+    """A few rows as requests of their own, each with copies of its pages."""
     rows = some_rows(case.batch.num_tokens, JUDGED_ROWS, case.q.device)
+    batch, pool = single_rows(case.batch, rows), case.index_keys
+    used = -(-int(batch.visible_entries(case.problem.compress_ratio).max()) // pool.shape[1])
+    pages = batch.block_table[:, :used].long().clamp(0, len(pool) - 1)  # behind a shorter request's last page
+    table = torch.arange(pages.numel(), dtype=torch.int32, device=rows.device).view(pages.shape)
     few = replace(
         case,
-        batch=single_rows(case.batch, rows),
+        batch=replace(batch, block_table=table),
         q=case.q[rows],
         head_weights=case.head_weights[rows],
+        index_keys=pool[pages.flatten()],
         candidates=None if case.candidates is None else case.candidates[rows],
     )
-    return rows, few
+    return rows, map_tensors(few, lambda tensor: tensor.cpu())
 
 
 RUN = Kernel(bind, outputs, cost)

@@ -107,7 +107,7 @@ def _values(result: Result, bases: Mapping[str, Measurement | None]) -> dict[str
     if result.time is None or result.cost is None:
         return {}
     values = {TIME: result.time}
-    values |= {name: ratio(result.time, base) for name, base in bases.items() if base is not None}
+    values |= {name: ratio(result.time, base) for name, base in bases.items() if base and base is not result.time}
     return values | rates_reached(result.cost, result.time)
 
 

@@ -48,17 +48,18 @@ def table_rows(results: Sequence[Result], against: str = "") -> list[list[str]]:
     return rows
 
 
-def print_family(family: str, problems: Sequence[Sequence[Result]], against: str = "") -> None:
+def print_family(family: str, problems: Sequence[Sequence[Result]], seconds: float, against: str = "") -> None:
     """All problems of a family: their table, what failed, and who does not serve what.
 
     Args:
         family: its name.
         problems: the results of each problem.
+        seconds: that everything took.
         against: title of an operator that the others are also compared with; empty = none.
     """
     results = [result for problem in problems for result in problem]
     if rows := [row for problem in problems for row in table_rows(problem, against)]:
-        _print(family, [*COLUMNS, *([f"x {against}"] if against else [])], rows)
+        _print(f"{family} ({seconds:.1f} s)", [*COLUMNS, *([f"x {against}"] if against else [])], rows)
     for result in results:
         if result.failure:
             print(f"  FAILED {result.operator.title} on {result.problem}: {result.failure}")

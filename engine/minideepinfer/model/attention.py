@@ -17,7 +17,7 @@ from minideepinfer.model.rope import Angles, RotaryTable
 from minideepinfer.model.rows import Rows
 from minideepinfer.model.step import Step
 from minideepinfer.model.weights import AttentionWeights
-from minideepinfer.operators import AttentionOperator, Batch, IndexerOperator, IndexerOutput, Phase, Selection
+from minideepinfer.operators import AttentionOperator, Batch, IndexerOperator, IndexerOutput, Phase, Selection, Stage
 from minideepinfer.operators.results import checked
 
 
@@ -57,7 +57,7 @@ class AttentionLayer:
         """Store the global entries and index keys of these rows; nothing on layers that own none."""
         if self.compressor is None:
             return
-        with step.clock.stage("projections"):
+        with step.clock.stage(Stage.PROJECTIONS):
             main, keys, entries = self.compressor.publish(x, rows, self.cache)
         self._record(step, "attn.compressed_kv", main, entries.request_ids)
         self._record(step, "index.keys", keys, entries.request_ids)
@@ -79,7 +79,7 @@ class AttentionLayer:
             `[T, H]`.
         """
         weights, epilogue, phase = self.weights, self.epilogue, rows.phase
-        with step.clock.stage("projections"):
+        with step.clock.stage(Stage.PROJECTIONS):
             angles = rows.angles(self.rope)
             activation = epilogue.activation(x, phase, in_place=False)
             qr = F.linear(activation, weights.wq_a)
@@ -90,10 +90,11 @@ class AttentionLayer:
         self._record(step, "attn.window_kv", window, rows.request_ids)
         if self.layer.is_index_source:
             self._select(x, qr, rows, step)
-        with step.clock.stage("attention"):
+        with step.clock.stage(Stage.ATTENTION):
             heads = self._attend(q, window, angles, rows, step)
+        with step.clock.stage(Stage.KEY_GATHER):
             self.cache.write_window(self.layer.layer_id, window, rows)
-        with step.clock.stage("projections"):
+        with step.clock.stage(Stage.PROJECTIONS):
             output = self._project(heads, phase)
         self._record(step, "attn.out", output, rows.request_ids)
         return output
@@ -125,14 +126,14 @@ class AttentionLayer:
         """Run the indexer and leave its selection (and candidates) in the step."""
         weights, config = self.weights.indexer, self.config
         assert weights is not None and self.layer.kv_source is not None
-        with step.clock.stage("projections"):
+        with step.clock.stage(Stage.PROJECTIONS):
             q = F.linear(qr, weights.wq_b).unflatten(-1, (-1, config.index_head_dim))
             angles, quantization = rows.angles(self.rope), self.epilogue.kv("mxfp4")
             q = self.epilogue.run(q, rows.phase, angles=angles, quantization=quantization)
             head_weights = F.linear(x, weights.weights_proj) * (config.index_head_dim * config.index_n_heads) ** -0.5
         self._record(step, "index.query", q, rows.request_ids)
         self._record(step, "index.head_weights", head_weights, rows.request_ids)
-        with step.clock.stage("indexer"):
+        with step.clock.stage(Stage.INDEXER):
             outputs = []
             for index, (batch, q_part, w_part) in enumerate(
                 zip(rows.batches, rows.split(q), rows.split(head_weights), strict=True)

@@ -14,7 +14,7 @@ from minideepinfer.model.hyper_connections import HyperConnections
 from minideepinfer.model.linear import wide_linear
 from minideepinfer.model.step import Step
 from minideepinfer.model.weights import ModelWeights
-from minideepinfer.operators import CommOperator, Phase
+from minideepinfer.operators import CommOperator, Phase, Stage
 
 
 class TextModel:
@@ -26,16 +26,16 @@ class TextModel:
         weights: ModelWeights,
         blocks: Sequence[Block],
         mixing: HyperConnections,
-        epilogue: Epilogue,
         comm: CommOperator,
+        epilogue: Epilogue,
         dtype: torch.dtype,
     ) -> None:
         self.config = config
         self.weights = weights
         self.blocks = tuple(blocks)
         self.mixing = mixing
-        self.epilogue = epilogue
         self.comm = comm
+        self.epilogue = epilogue
         self.dtype = dtype
 
     def embed(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -59,14 +59,16 @@ class TextModel:
         blocks = [block for block in self.blocks if step.rows_anywhere(block.layer)]
         for block in blocks:
             block.start(step)
-        with step.clock.stage("embedding"):
+        for block in blocks:
+            block.prepare(step)
+        with step.clock.stage(Stage.HEAD):
             streams, pre = self.embed(step.token_ids)
         state = HandOver(streams, pre)
         if step.recorder.wants("embed"):
             step.recorder.record("embed", streams[:, 0], step.encoder.request_ids)
         for block in blocks:
             state = block.forward(state, step)
-        with step.clock.stage("mhc"):
+        with step.clock.stage(Stage.MIXING):
             return self.mixing.collapse(state.streams, state.pre, step.decoder.phase)
 
     def logits(self, hidden: Tensor, step: Step, rows: Tensor) -> Tensor:
@@ -80,7 +82,7 @@ class TextModel:
         Returns:
             float32 `[N, vocab]`.
         """
-        with step.clock.stage("head"):
+        with step.clock.stage(Stage.HEAD):
             normed = self.normalize(hidden[rows], step.decoder.phase)
             logits = self.head(normed)
         if step.recorder.wants("final.normed"):

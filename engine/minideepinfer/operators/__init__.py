@@ -7,7 +7,7 @@ from minideepinfer.operators.attention import AttentionOperator
 from minideepinfer.operators.batch import Batch
 from minideepinfer.operators.build import OperatorBuilder, build
 from minideepinfer.operators.comm import Arrived, CommOperator, Dispatched, Pending, TokenExchange
-from minideepinfer.operators.context import BuildContext, NoClock, StageClock
+from minideepinfer.operators.context import BuildContext, NoClock, Stage, StageClock
 from minideepinfer.operators.cost import Cost
 from minideepinfer.operators.declaration import (
     CONTRACT_VERSION,
@@ -85,6 +85,7 @@ __all__ = [
     "ResidualProblem",
     "Selection",
     "SharedExpert",
+    "Stage",
     "StageClock",
     "Support",
     "Tier",

@@ -34,6 +34,7 @@ def assemble(
     dtype: torch.dtype,
     comm: CommOperator | None = None,
     keep_weights: bool = False,
+    moe_weights: Mapping[int, Mapping[Phase, Any]] | None = None,
 ) -> TextModel:
     """Build the operators of a plan and give every block its own.
 
@@ -48,11 +49,12 @@ def assemble(
         dtype: compute dtype.
         comm: used in place of the plan's comm operator, by benchmarks that make the other ranks up.
         keep_weights: leave `moe` in the layers, for tests that look at what was loaded.
+        moe_weights: by layer, what the plan's operators made of `moe` earlier; these layers need none.
 
     Raises:
         PluginError: an operator's code cannot be imported or built.
     """
-    parts = _Parts(config, engine, cache, plan, builder, comm)
+    parts = _Parts(config, engine, cache, plan, builder, comm, moe_weights or {})
     sites = [parts.sites(w) for w in weights.layers]
     following = [None if w.engram else first for (first, _), w in zip(sites, weights.layers, strict=True)][1:]
     blocks = []
@@ -60,7 +62,7 @@ def assemble(
         blocks.append(parts.block(config.layers[index], weights.layers[index], own, behind))
         if not keep_weights:
             weights.layers[index] = replace(weights.layers[index], moe=None)
-    return TextModel(config, weights, blocks, parts.mixing, parts.epilogue, parts.comm, dtype)
+    return TextModel(config, weights, blocks, parts.mixing, parts.comm, parts.epilogue, dtype)
 
 
 class _Parts:
@@ -72,12 +74,14 @@ class _Parts:
         plan: Plan,
         builder: OperatorBuilder,
         comm: CommOperator | None,
+        moe_weights: Mapping[int, Mapping[Phase, Any]],
     ) -> None:
         self.config = config
         self.engine = engine
         self.cache = cache
         self.plan = plan
         self.builder = builder
+        self.moe_weights = moe_weights
         # Ranks talk in the same way whatever rows they have: one comm operator for both phases.
         self.comm = comm or self._operators("comm", None)[Phase.PREFILL]
         self.mixing = HyperConnections(self._operators("residual", None))
@@ -103,7 +107,8 @@ class _Parts:
             config=self.config,
             attention=self._attention(layer, weights),
             moe=moe,
-            moe_weights=self._transformed("moe", layer.layer_id, moe, weights.moe),
+            moe_weights=self.moe_weights.get(layer.layer_id)
+            or self._transformed("moe", layer.layer_id, moe, weights.moe),
             comm=self.comm,
             mixing=self.mixing,
             attention_site=sites[0],

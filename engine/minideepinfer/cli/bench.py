@@ -8,6 +8,8 @@ import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
+from minideepinfer.cli.bench_compare import add_compare
+from minideepinfer.cli.bench_kernel import add_kernel
 from minideepinfer.cli.options import add_engine_options, engine_config
 from minideepinfer.errors import ConfigError
 
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
 
 def add_parser(subparsers: Any) -> None:
     """Register the command."""
-    parser = subparsers.add_parser("bench", help="measure: the fixed prefill benchmark")
+    parser = subparsers.add_parser("bench", help="measure operators and the fixed prefill benchmark, and compare")
     actions = parser.add_subparsers(dest="action", required=True, metavar="WHAT")
     prefill = actions.add_parser("prefill", help="one rank of an expert-parallel world, at the end of a long context")
     prefill.add_argument("--preset", choices=("v41-rank", "tiny"), default="v41-rank")
@@ -27,6 +29,8 @@ def add_parser(subparsers: Any) -> None:
     prefill.add_argument("--output", metavar="FILE", help="write the record there, as JSON")
     add_engine_options(prefill)
     prefill.set_defaults(run=_prefill)
+    add_kernel(actions)
+    add_compare(actions)
 
 
 def _prefill(args: argparse.Namespace) -> int:

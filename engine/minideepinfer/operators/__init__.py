@@ -8,6 +8,7 @@ from minideepinfer.operators.batch import Batch
 from minideepinfer.operators.build import OperatorBuilder, build
 from minideepinfer.operators.comm import Arrived, CommOperator, Dispatched, Pending, TokenExchange
 from minideepinfer.operators.context import BuildContext, NoClock, StageClock
+from minideepinfer.operators.cost import Cost
 from minideepinfer.operators.declaration import (
     CONTRACT_VERSION,
     OperatorDeclaration,
@@ -50,6 +51,7 @@ __all__ = [
     "Coefficients",
     "CommOperator",
     "CommProblem",
+    "Cost",
     "Dispatched",
     "Entered",
     "HyperConnectionWeights",

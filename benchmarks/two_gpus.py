@@ -59,32 +59,25 @@ def share(whole: MoeWeights, rank: int, ranks: int) -> MoeWeights:
     """The experts of one rank."""
     each, packed = whole.experts.num_local // ranks, whole.experts
     part = slice(rank * each, (rank + 1) * each)
-    experts = PackedExperts(
-        packed.w13[part], packed.w13_scale[part], packed.w2[part], packed.w2_scale[part], part.start
-    )
+    tensors = (packed.w13, packed.w13_scale, packed.w2, packed.w2_scale)
+    experts = PackedExperts(*(tensor[part] for tensor in tensors), expert_start=rank * each)
     return MoeWeights(whole.gate, whole.gate_bias, experts, whole.shared)
 
 
 def correct(bench: Bench) -> dict[str, Any]:
     """Largest relative error of a rank's output against the same rows with all experts on this rank."""
-    whole, t = random_weights(bench), bench.sizes.check_tokens
+    whole, t, each = random_weights(bench), bench.sizes.check_tokens, bench.sizes.experts // bench.world
     alone, together = bench.moe("naive", 1), bench.moe("naive", bench.world)
     mine, single = share(whole, bench.rank, bench.world), bench.comm("single")
     errors: dict[str, Any] = {}
-    for label, first in (
-        ("ragged", (t, t // 2 + 1)),
-        ("rank 0 empty", (0, t)),
-        ("rank 1 empty", (t, 0)),
-        ("empty", (0, 0)),
-    ):
+    shapes = {"ragged": (t, t // 2 + 1), "rank 0 empty": (0, t), "rank 1 empty": (t, 0), "empty": (0, 0)}
+    for label, first in shapes.items():
         counts = (*first, *[t // 3] * (bench.world - 2))
         for skewed in (False, True):
             x = torch.randn(counts[bench.rank], bench.sizes.hidden, device=bench.device).to(bench.dtype)
             ids, scores = alone.route(x, whole)
             if skewed:  # all on experts of the last rank
-                ids = ids % (bench.sizes.experts // bench.world) + bench.sizes.experts // bench.world * (
-                    bench.world - 1
-                )
+                ids = ids % each + each * (bench.world - 1)
             expected = alone.run(x, whole, single.prepare((len(x),)), None, (ids, scores)).float()
             for name in OPERATORS:
                 exchange = bench.comm(name).prepare(counts)
@@ -171,12 +164,13 @@ def _formula(bench: Bench, name: str, routed: tuple[Tensor, Tensor, Tensor], arr
 def _plain(bench: Bench, tokens: int) -> dict[str, Any]:
     """torch.distributed's own calls on the same rows."""
     x = _routed(bench, tokens)[0]
-    everybodys = x.new_empty(bench.world * tokens, x.shape[1])
+    everybodys = x.new_zeros(bench.world * tokens, x.shape[1])
+    room = torch.empty_like(everybodys)
     summands = torch.zeros(everybodys.shape, device=bench.device)
     total = torch.zeros(x.shape, device=bench.device)
     calls = {
         "all_gather_into_tensor, tokens": (lambda: dist.all_gather_into_tensor(everybodys, x), x.nbytes),
-        "all_to_all_single, as many bytes": (lambda: dist.all_to_all_single(everybodys, everybodys.clone()), x.nbytes),
+        "all_to_all_single, as many bytes": (lambda: dist.all_to_all_single(room, everybodys), x.nbytes),
         "reduce_scatter_tensor, float32": (lambda: dist.reduce_scatter_tensor(total, summands), total.nbytes),
     }
     if not bench.cuda:

@@ -19,6 +19,7 @@ from minideepinfer.testing.recipes.batch import context, facts
 from minideepinfer.testing.recipes.moe import MoeRecipe
 from minideepinfer.testing.recipes.ranks import SHARD, RankCase, RanksRecipe
 from minideepinfer_comm.options import refuses_uneven
+from minideepinfer_comm.symmetric import read_rows
 from minideepinfer_moe import naive
 
 SIZES = (2, 4)
@@ -133,6 +134,16 @@ def test_both_bring_the_same_tokens_and_sums(size: int, data: st.DataObject) -> 
 def test_what_is_on_its_way_at_once_is_not_confused() -> None:
     for found in started(2).call(comm_work.overlapping, [2, 2]):
         assert found == [[40, 41], [30, 31], [20, 21], [10, 11], [0, 1]]
+
+
+@pytest.mark.parametrize("width", [256, 8, 7, 1])
+@pytest.mark.parametrize("count", [0, 1, 300])
+def test_rows_are_read_by_address(width: int, count: int) -> None:
+    """The kernel of `symmetric`, interpreted; all shards are in this process."""
+    shards = [torch.randint(0, 256, (40, width), dtype=torch.uint8) for _ in range(3)]
+    addresses = torch.tensor([shard.data_ptr() for shard in shards])
+    ids = torch.randint(0, 120, (count,))
+    assert torch.equal(read_rows(addresses, ids, width, 40), torch.cat(shards)[ids])
 
 
 # Mistakes

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         MiniDeepInferError,
         OperatorError,
         PluginError,
+        RankError,
         RequestError,
         VerificationError,
     )
@@ -32,6 +33,7 @@ _HOMES = {
         "MiniDeepInferError",
         "OperatorError",
         "PluginError",
+        "RankError",
         "RequestError",
         "VerificationError",
     ),
@@ -52,6 +54,7 @@ __all__ = [
     "ModelConfig",
     "OperatorError",
     "PluginError",
+    "RankError",
     "RequestError",
     "RequestOutput",
     "SamplingParams",

@@ -25,5 +25,9 @@ class RequestError(MiniDeepInferError):
     """A prompt or sampling parameters the engine cannot serve; nothing was queued."""
 
 
+class RankError(MiniDeepInferError):
+    """A rank of several failed, died, did not come, or differs from the others; names it and the cause."""
+
+
 class VerificationError(MiniDeepInferError):
     """A golden directory that is incomplete or does not belong to the checkpoint beside it."""

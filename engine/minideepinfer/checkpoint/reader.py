@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 from collections.abc import Iterator
 from io import BufferedReader, FileIO
@@ -72,6 +73,13 @@ class Checkpoint:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def fingerprint(self) -> str:
+        """Differs where config, or name, type, shape or place of a tensor differ; values are not looked at."""
+        found = hashlib.sha256((self.path / "config.json").read_bytes())
+        for stored in sorted(self._tensors.values(), key=lambda stored: stored.name):
+            found.update(f"{stored} {stored.dtype} {stored.shape} {stored.offset}\n".encode())
+        return found.hexdigest()[:16]
 
     def close(self) -> None:
         """Close the open shard. Tensors that were returned, mapped ones included, stay valid."""
@@ -147,6 +155,14 @@ class Checkpoint:
                 weight.copy_(self.tensor(f"{prefix}.{expert}.{part}.weight"))
                 scale.copy_(self.tensor(f"{prefix}.{expert}.{part}.scale"))
         return packed
+
+    def num_rows(self, name: str) -> int:
+        """Rows of a table, of all ranks together.
+
+        Raises:
+            CheckpointError: no such tensor.
+        """
+        return self._find(name).shape[0]
 
     def row_table(
         self,

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 
 from minideepinfer.cache.kv_cache import ring_size
 from minideepinfer.cache.layouts import LAYOUTS
-from minideepinfer.checkpoint.layout import SKIPPED_KINDS, TensorSpec, expected_tensors
+from minideepinfer.checkpoint.layout import KINDS, SKIPPED_KINDS, TensorSpec, expected_tensors
+from minideepinfer.checkpoint.partition import Partition, check_experts
 from minideepinfer.checkpoint.verify import Summary, Total, summarize
 from minideepinfer.config import ModelConfig, TextConfig
-from minideepinfer.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -45,13 +47,63 @@ def rank_summaries(config: ModelConfig, ranks: int) -> list[Summary]:
     Raises:
         ConfigError: the routed experts cannot be divided evenly.
     """
-    num_experts = config.text_config.n_routed_experts
-    if num_experts % ranks:
-        raise ConfigError(f"{num_experts} routed experts cannot be divided evenly among {ranks} ranks")
-    kinds = {kind: total for kind, total in layout_summary(config).kinds.items() if kind not in SKIPPED_KINDS}
-    kinds["experts"] = Total(kinds["experts"].tensors // ranks, kinds["experts"].bytes // ranks)
-    tables = [spec for spec in expected_tensors(config).values() if spec.kind == "engram tables"]
-    return [Summary(kinds | _tables_of_rank(tables, rank, ranks)) for rank in range(ranks)]
+    return _of_ranks(config, ranks, lambda spec: spec.nbytes)
+
+
+def memory_summaries(config: ModelConfig, ranks: int, dtype: str) -> list[Summary]:
+    """What the weights of each rank take in memory, as they are loaded, before operators transform their own.
+
+    Experts, tables, embedding and gate stay as stored; FP8 matrices are decoded to the compute dtype; head, norms, mHC
+    and small vectors become float32 (as `minideepinfer.model.load` does).
+
+    Args:
+        config: of the checkpoint.
+        ranks: see `rank_summaries`.
+        dtype: compute dtype, `float32` or `bfloat16`.
+
+    Raises:
+        ConfigError: the routed experts cannot be divided evenly.
+    """
+    pooled = {f"layers.{layer.layer_id}." for layer in config.text_config.layers if layer.compress_ratio > 1}
+    size = {"float32": 4, "bfloat16": 2}[dtype]
+    return _of_ranks(config, ranks, lambda spec: _loaded_bytes(spec, size, pooled))
+
+
+def _of_ranks(config: ModelConfig, ranks: int, nbytes: Callable[[TensorSpec], int]) -> list[Summary]:
+    """Totals per kind and rank, each tensor having as many bytes as the function says."""
+    check_experts(config.text_config.n_routed_experts, ranks)
+    totals: dict[str, list[int]] = {}
+    tables = []
+    for spec in expected_tensors(config).values():
+        if spec.kind in SKIPPED_KINDS or spec.name.endswith(".gate.bias_vl"):
+            continue
+        if spec.kind == "engram tables":
+            tables.append(spec)
+            continue
+        total = totals.setdefault(spec.kind, [0, 0])
+        total[0] += 1
+        total[1] += nbytes(spec)
+    if "experts" in totals:
+        totals["experts"] = [count // ranks for count in totals["experts"]]
+    common = {kind: Total(*total) for kind, total in totals.items()}
+    return [Summary(_ordered(common | _tables_of(tables, Partition(rank, ranks)))) for rank in range(ranks)]
+
+
+def _ordered(kinds: dict[str, Total]) -> dict[str, Total]:
+    return {kind: kinds[kind] for kind in KINDS if kind in kinds}
+
+
+def _loaded_bytes(spec: TensorSpec, size: int, pooled: set[str]) -> int:
+    elements, layer = math.prod(spec.shape), ".".join(spec.name.split(".")[:2]) + "."
+    if spec.kind in ("experts", "embedding") or spec.name.endswith(".gate.weight"):
+        return spec.nbytes
+    if spec.dtype == "F8_E8M0":  # is in the decoded weight
+        return 0
+    if spec.dtype == "F8_E4M3" or spec.kind == "indexer":
+        return elements * size
+    if spec.kind == "compressor" and spec.name.endswith("wkv.weight") and layer not in pooled:
+        return elements * size
+    return elements * 4
 
 
 def cache_sizes(config: TextConfig) -> dict[str, CacheSize]:
@@ -69,9 +121,6 @@ def cache_sizes(config: TextConfig) -> dict[str, CacheSize]:
     }
 
 
-def _tables_of_rank(tables: list[TensorSpec], rank: int, ranks: int) -> dict[str, Total]:
-    size = 0
-    for spec in tables:
-        rows = spec.shape[0]
-        size += spec.nbytes // rows * (rows * (rank + 1) // ranks - rows * rank // ranks)
+def _tables_of(tables: list[TensorSpec], part: Partition) -> dict[str, Total]:
+    size = sum(spec.nbytes // spec.shape[0] * len(part.rows(spec.shape[0])) for spec in tables)
     return {"engram tables": Total(len(tables), size)} if tables else {}

@@ -23,6 +23,7 @@ def add_parser(subparsers: Any) -> None:
     size = actions.add_parser("size", help="tensors and bytes per kind and per rank, and what the caches take")
     size.add_argument("path", help="a checkpoint directory, tiny, or a config.json alone")
     size.add_argument("--ranks", type=_positive, default=1, help="ranks that share experts and Engram tables")
+    size.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="compute dtype in memory")
     size.add_argument("--json", action="store_true", help="print data instead of tables")
     size.set_defaults(run=_size)
 
@@ -41,7 +42,7 @@ def add_parser(subparsers: Any) -> None:
 def _size(args: argparse.Namespace) -> int:
     from minideepinfer.checkpoint import verify
     from minideepinfer.checkpoint.shards import INDEX_NAME
-    from minideepinfer.checkpoint.size import cache_sizes, layout_summary, rank_summaries
+    from minideepinfer.checkpoint.size import cache_sizes, layout_summary, memory_summaries, rank_summaries
     from minideepinfer.checkpoint.verify import directory_of
     from minideepinfer.config import ModelConfig
 
@@ -49,14 +50,14 @@ def _size(args: argparse.Namespace) -> int:
     config = ModelConfig.from_file(path)
     has_shards = (path / INDEX_NAME).exists()
     whole = verify(path).summary if has_shards else layout_summary(config)
-    ranks = rank_summaries(config, args.ranks)
+    ranks, memory = rank_summaries(config, args.ranks), memory_summaries(config, args.ranks, args.dtype)
     caches = cache_sizes(config.text_config)
     if args.json:
         data = {
             "path": args.path,
             "source": "shards" if has_shards else "config",
             **_as_data(whole),
-            "ranks": [_as_data(rank) for rank in ranks],
+            "ranks": [_as_data(r) | {"memory_bytes": m.total.bytes} for r, m in zip(ranks, memory, strict=True)],
             "caches": {
                 name: {"bytes_per_token": float(cache.bytes_per_token), "bytes_per_request": cache.bytes_per_request}
                 for name, cache in caches.items()
@@ -66,6 +67,7 @@ def _size(args: argparse.Namespace) -> int:
         return 0
     largest = max(ranks, key=lambda rank: rank.total.bytes)
     _print_kinds(whole, largest, "this rank" if args.ranks == 1 else f"largest of {args.ranks} ranks")
+    print(f"Weights in memory, {args.dtype}: {_human(max(rank.total.bytes for rank in memory))} on that rank.")
     if not has_shards:
         print("From the config alone: vision tensors are not counted.")
     for name, cache in caches.items():

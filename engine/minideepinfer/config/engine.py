@@ -7,7 +7,7 @@ import tomllib
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from minideepinfer.config.model import describe
 from minideepinfer.errors import ConfigError
@@ -72,10 +72,28 @@ class PluginsConfig(_Frozen):
 
 
 class ParallelConfig(_Frozen):
-    """Ranks; this version runs one."""
+    """Ranks: attention and caches are data parallel, experts and Engram tables are shared out, over the same ranks."""
 
-    expert: Literal[1] = Field(1, description="ranks that share the experts")
-    data: Literal[1] = Field(1, description="ranks that serve their own requests")
+    expert: int = Field(1, gt=0, description="ranks that share the experts; left out = as many as `data`")
+    data: int = Field(1, gt=0, description="ranks that serve their own requests; left out = as many as `expert`")
+    timeout_seconds: float = Field(
+        30.0, ge=1, allow_inf_nan=False, description="most seconds until every rank has stopped when one is lost"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _the_same(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        either = value.get("expert", value.get("data", 1))
+        return {"expert": either, "data": either, **value}
+
+    @model_validator(mode="after")
+    def _one_layout(self) -> ParallelConfig:
+        if self.expert != self.data:
+            fits = " or ".join(f"{{expert: {n}, data: {n}}}" for n in sorted({self.expert, self.data}))
+            raise ValueError(f"expert is {self.expert} and data is {self.data}; both count the same ranks: {fits}")
+        return self
 
 
 class EngineConfig(_Frozen):

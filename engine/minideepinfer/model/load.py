@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from minideepinfer.checkpoint import Checkpoint
+from minideepinfer.checkpoint.partition import Partition
 from minideepinfer.config import EngramConfig, LayerSchedule
 from minideepinfer.model.weights import (
     AttentionWeights,
@@ -21,14 +22,25 @@ from minideepinfer.operators import HyperConnectionWeights, MoeWeights, SharedEx
 
 
 class WeightLoader:
-    """Turns tensors of the release into the form of `minideepinfer.model.weights`."""
+    """Turns tensors of the release into the form of `minideepinfer.model.weights`.
 
-    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, engram: EngramConfig) -> None:
+    Experts and Engram tables are this rank's part; all else is read by every rank.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        device: torch.device,
+        engram: EngramConfig,
+        part: Partition = Partition(),  # noqa: B008 (frozen)
+    ) -> None:
         self.checkpoint = checkpoint
         self.config = checkpoint.config.text_config
         self.dtype = dtype
         self.device = device
         self.engram = engram
+        self.part = part
 
     def load(self, progress: Callable[[int, int], None] = lambda done, total: None) -> ModelWeights:
         """Read everything the text model needs.
@@ -45,7 +57,7 @@ class WeightLoader:
             progress(layer.layer_id, self.config.num_hidden_layers)
             layers.append(self._layer(layer))
         progress(self.config.num_hidden_layers, self.config.num_hidden_layers)
-        return ModelWeights(embed, self._float("head.weight"), self._float("norm.weight"), layers)
+        return ModelWeights(embed, self._matrix("head.weight"), self._float("norm.weight"), layers)
 
     def _stored(self, name: str) -> Tensor:
         return self.checkpoint.tensor(name).to(self.device)
@@ -90,11 +102,9 @@ class WeightLoader:
         )
 
     def _compressor(self, prefix: str, layer: LayerSchedule) -> CompressorWeights:
-        pools = layer.compress_ratio > 1  # then products and gate are float32 (spec 2.3)
-        read = self._float if pools else self._matrix
+        parts = ("wkv", "wgate") if layer.compress_ratio > 1 else ("wkv",)
         return CompressorWeights(
-            wkv=read(f"{prefix}.compressor.wkv.weight"),
-            wgate=self._float(f"{prefix}.compressor.wgate.weight") if pools else None,
+            wkv=torch.cat([self._matrix(f"{prefix}.compressor.{part}.weight") for part in parts]),
             norm=self._float(f"{prefix}.compressor.norm.weight"),
             wk=self._matrix(f"{prefix}.indexer.wk.weight"),
             k_norm=self._float(f"{prefix}.indexer.k_norm.weight"),
@@ -104,24 +114,24 @@ class WeightLoader:
         return IndexerWeights(self._dense(f"{prefix}.wq_b"), self._matrix(f"{prefix}.weights_proj.weight"))
 
     def _moe(self, prefix: str) -> MoeWeights:
-        shared = f"{prefix}.shared_experts"
+        shared, experts = f"{prefix}.shared_experts", self.part.experts(self.config.n_routed_experts)
         return MoeWeights(
             gate=self._stored(f"{prefix}.gate.weight"),
             gate_bias=self._float(f"{prefix}.gate.bias"),
-            experts=self.checkpoint.experts(f"{prefix}.experts", range(self.config.n_routed_experts), self.device),
+            experts=self.checkpoint.experts(f"{prefix}.experts", experts, self.device),
             shared=SharedExpert(self._dense(f"{shared}.w1"), self._dense(f"{shared}.w3"), self._dense(f"{shared}.w2"))
             if self.config.n_shared_experts
             else None,
         )
 
     def _engram(self, prefix: str) -> EngramWeights:
-        place = self.engram.placement
-        table = self.checkpoint.row_table(f"{prefix}.embed.weight", place, self.device)
+        place, num_rows = self.engram.placement, self.checkpoint.num_rows(f"{prefix}.embed.weight")
+        rows = self.part.rows(num_rows)
         return EngramWeights(
-            table=table,
-            table_scale=self.checkpoint.row_table(f"{prefix}.embed.scale", place, self.device),
+            table=self.checkpoint.row_table(f"{prefix}.embed.weight", place, self.device, rows),
+            table_scale=self.checkpoint.row_table(f"{prefix}.embed.scale", place, self.device, rows),
             wkv=self._dense(f"{prefix}.wkv"),
             q_weight=self._float(f"{prefix}.q_weight"),
             k_weight=self._float(f"{prefix}.k_weight"),
-            rows_per_rank=len(table),
+            rows_per_rank=self.part.rows_per_rank(num_rows),
         )

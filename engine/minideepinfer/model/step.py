@@ -114,8 +114,8 @@ class Step:
         return self.decoder if layer.behind_candidate_source else self.encoder
 
     def meet(self, comm: CommOperator) -> None:
-        """Learn how many rows every rank has: one exchange of a step, for which the host waits."""
-        if comm.world_size > 1:
+        """Learn how many rows every rank has, unless it is known already; the host waits for it."""
+        if comm.world_size > 1 and self.counts is None:
             own = torch.tensor([[self.encoder.num_tokens, self.decoder.num_tokens]], device=self.token_ids.device)
             first, last = zip(*comm.all_gather(own, [1] * comm.world_size).tolist(), strict=True)
             self.counts = first, last

@@ -14,7 +14,7 @@ import torch
 
 from minideepinfer.cache.pages import PageAllocator
 from minideepinfer.errors import RequestError
-from minideepinfer.operators import Phase
+from minideepinfer.operators import Phase, Stage
 from minideepinfer.runtime.capture import Capture
 from minideepinfer.runtime.generation import Generation
 from minideepinfer.runtime.params import SamplingParams
@@ -25,7 +25,7 @@ from minideepinfer.runtime.scheduler import Scheduler
 
 @dataclass
 class Throughput:
-    """Rows and seconds by phase; a step with any prefill row counts as prefill."""
+    """Rows of all ranks and seconds, by phase; a step with any prefill row counts as prefill."""
 
     prefill_tokens: int = 0
     prefill_seconds: float = 0.0
@@ -111,19 +111,32 @@ class Engine:
         eos = self.runner.config.eos_token_id
         if params.min_tokens and len({*params.stop_token_ids, *([] if params.ignore_eos else [eos])}) == vocab:
             raise RequestError(f"min_tokens is {params.min_tokens}, but every token ends the generation")
-        return Generation(request, params, self.runner.tokenizer, eos)
+        return self._generation(request, params)
 
-    def _queue(self, request: Request) -> None:
+    def _generation(self, request: Request, params: SamplingParams) -> Generation:
+        return Generation(request, params, self.runner.tokenizer, self.runner.config.eos_token_id)
+
+    def _queue(self, request: Request, params: SamplingParams | None) -> None:
         """Queue a request, unless another thread has work here: its steps would take this one's tokens."""
         with self._lock:
-            busy = self.scheduler.running or self.scheduler.waiting
-            if busy and self._thread != threading.get_ident():
+            if self.busy and self._thread != threading.get_ident():
                 raise RequestError(
                     "another thread has requests running on this model; one thread at a time may use it, so finish "
                     "those first, hand all prompts to one generate call, or put a lock around the calls"
                 )
             self._thread = threading.get_ident()
-            self.scheduler.add(request)
+            self._add(request, params)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request waits or runs."""
+        return bool(self.scheduler.running or self.scheduler.waiting)
+
+    def _add(self, request: Request, params: SamplingParams | None) -> None:
+        self.scheduler.add(request)
+
+    def _drop(self, request_id: int) -> None:
+        self.scheduler.abort(request_id)
 
     def start(self, generation: Generation) -> None:
         """Queue a generation.
@@ -131,13 +144,13 @@ class Engine:
         Raises:
             RequestError: another thread has requests running.
         """
-        self._queue(generation.request)
+        self._queue(generation.request, generation.params)
         self._generations[generation.request.request_id] = generation
 
     def abort(self, generation: Generation) -> None:
         """Give a generation up; a finished one is left alone."""
         if self._generations.pop(generation.request.request_id, None) is not None:
-            self.scheduler.abort(generation.request.request_id)
+            self._drop(generation.request.request_id)
             generation.abort()
 
     def step(self, recorder: Capture | None = None) -> list[RequestLogits]:
@@ -150,28 +163,32 @@ class Engine:
             Whatever stopped the step. All that was running is then given up, since its caches may be half written.
         """
         try:
-            return self._step(recorder)
+            return [result for result, generation in self._step(recorder) if generation is None]
         except BaseException:
             self._abandon()
             raise
 
-    def _step(self, recorder: Capture | None) -> list[RequestLogits]:
+    def close(self) -> None:
+        """Nothing is held that others wait for."""
+
+    def _step(self, recorder: Capture | None) -> list[tuple[RequestLogits, Generation | None]]:
+        """Run one step; the logits of each request that took part, and the generation that was given them."""
         begin, clock = time.perf_counter(), self.runner.clock
-        with clock.stage("other"):
+        with clock.stage(Stage.OTHER):
             scheduled = self.scheduler.schedule()
-            assert scheduled, "somebody waits, yet nothing can run"
-            phase = max(item.phase(self.scheduler.decode_rows) for item in scheduled)  # "decode" < "prefill"
             results = self.runner.execute(scheduled, recorder)
+            shares = self.runner.shares
+            assert any(share.num_tokens for share in shares), "somebody waits, yet nothing can run"
             with clock.stage("sampling"):
-                rest = [result for result in results if not self._deliver(result)]
+                delivered = [(result, self._deliver(result)) for result in results]
         if self.runner.device.type == "cuda":
             torch.cuda.synchronize(self.runner.device)
         if self.on_step is not None:
             for item in scheduled:
                 self.on_step(item.request)
-        tokens = sum(item.num_new_tokens for item in scheduled)
+        phase, tokens = max(share.phase for share in shares), sum(s.num_tokens for s in shares)  # "decode" < "prefill"
         self.throughput.add(phase, tokens, time.perf_counter() - begin)
-        return rest
+        return delivered
 
     def score(self, requests: Sequence[Request], recorder: Capture | None = None) -> dict[int, list[torch.Tensor]]:
         """Run requests whose tokens are all known.
@@ -183,17 +200,16 @@ class Engine:
         unfinished: set[int] = set()
         try:
             for request in requests:
-                self._queue(request)
+                self._queue(request, None)
                 unfinished.add(request.request_id)
             while unfinished:
                 for result in self.step(recorder):
                     pieces[result.request.request_id].append(result.logits.cpu())
-                    if result.request.num_computed_tokens == len(result.request.token_ids):
-                        self.scheduler.finish(result.request)
+                    if result.request.all_computed:
                         unfinished.remove(result.request.request_id)
         finally:
             for request_id in unfinished:
-                self.scheduler.abort(request_id)
+                self._drop(request_id)
         return pieces
 
     def _abandon(self) -> None:
@@ -202,12 +218,11 @@ class Engine:
             if generation := self._generations.pop(request.request_id, None):
                 generation.abort()
 
-    def _deliver(self, result: RequestLogits) -> bool:
+    def _deliver(self, result: RequestLogits) -> Generation | None:
         generation = self._generations.get(result.request.request_id)
-        if generation is None:
-            return False
-        generation.accept(result.positions, result.logits)
-        if generation.finish_reason is not None:
-            del self._generations[result.request.request_id]
+        if generation is not None:
+            generation.accept(result.positions, result.logits)
+        if result.request.all_computed if generation is None else generation.finish_reason is not None:
+            self._generations.pop(result.request.request_id, None)
             self.scheduler.finish(result.request)
-        return True
+        return generation

@@ -20,6 +20,7 @@ class Generation:
     Attributes:
         request: its place in the scheduler.
         chunks: what was produced and not yet taken by a stream.
+        prompt_logprobs: as in `RequestOutput`, as far as they are known.
         finish_reason: None while it runs.
     """
 
@@ -33,7 +34,7 @@ class Generation:
         self._text = StopText(params.stop)
         self._detokenizer = tokenizer.stream()
         self._logprobs: list[Logprobs] = []
-        self._prompt_logprobs: list[Logprobs | None] = [None]
+        self.prompt_logprobs: list[Logprobs | None] = [None]
 
     @property
     def token_ids(self) -> list[int]:
@@ -56,7 +57,7 @@ class Generation:
             known = position + 1 < len(self.request.token_ids)
             if known and self.params.prompt_logprobs is not None:
                 token_id = self.request.token_ids[position + 1]
-                self._prompt_logprobs.append(log_probabilities(row, token_id, self.params.prompt_logprobs))
+                self.prompt_logprobs.append(log_probabilities(row, token_id, self.params.prompt_logprobs))
             elif not known:
                 self._extend(row)
 
@@ -68,10 +69,18 @@ class Generation:
             text=self._text.shown,
             finish_reason=self.finish_reason,
             logprobs=None if self.params.logprobs is None else self._logprobs,
-            prompt_logprobs=None if self.params.prompt_logprobs is None else self._prompt_logprobs,
+            prompt_logprobs=None if self.params.prompt_logprobs is None else self.prompt_logprobs,
             num_prompt_tokens=self.request.num_prompt_tokens,
             num_generated_tokens=self.num_tokens,
         )
+
+    def follow(self, chunk: Chunk) -> None:
+        """Take over what the same generation has produced on another rank."""
+        self.request.token_ids += chunk.token_ids
+        self._text.shown += chunk.text
+        self._logprobs += chunk.logprobs or []
+        self.finish_reason = chunk.finish_reason
+        self.chunks.append(chunk)
 
     def abort(self) -> None:
         """End without a further token."""

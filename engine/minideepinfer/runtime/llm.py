@@ -16,11 +16,13 @@ from minideepinfer.config import EngineConfig
 from minideepinfer.errors import ConfigError, MiniDeepInferError, RequestError
 from minideepinfer.operators import StageClock
 from minideepinfer.runtime.capture import Capture
+from minideepinfer.runtime.coordinator import Coordinator, Worker
 from minideepinfer.runtime.engine import Engine
 from minideepinfer.runtime.generation import Generation
 from minideepinfer.runtime.outputs import Chunk, RequestOutput
 from minideepinfer.runtime.params import SamplingParams
 from minideepinfer.runtime.runner import Runner
+from minideepinfer.runtime.world import join
 
 Prompt = str | Sequence[int]
 """Text, or token ids that are taken as given."""
@@ -30,6 +32,10 @@ _Item = TypeVar("_Item")
 
 class LLM:
     """A loaded checkpoint. Use it as a context manager, or call `close`, to free its memory.
+
+    Several ranks (`parallel` in the config, inside `torchrun`) have the same API: what a script does with its `LLM`, it
+    does on rank 0. On every other rank the constructor serves rank 0 until that one closes its `LLM`, and then ends the
+    process (`SystemExit`, code 0), so that nothing behind it runs twice or waits for anybody.
 
     The checkpoint's `generation_config.json` is not applied; sampling is what `SamplingParams` says.
     """
@@ -54,12 +60,22 @@ class LLM:
             CheckpointError: it is damaged or incomplete.
             OperatorError: an operator that was chosen cannot serve it.
             ConfigError: something about the configuration cannot be.
+            RankError: another rank failed, died, did not come, or differs; on any later call as well.
+            SystemExit: this is not rank 0, and rank 0 is done.
         """
         if config is not None and not isinstance(config, EngineConfig):
             raise ConfigError(
                 f"config is a {type(config).__name__}; an EngineConfig is needed, see EngineConfig.from_dict"
             )
-        self._engine: Engine | None = Engine(Runner(model, config or EngineConfig(), clock, progress))
+        self._engine: Engine | None = None
+        config = config or EngineConfig()
+        world = join(config.parallel)
+        with world.together():
+            runner = Runner(model, config, clock, progress, world=world)
+        if world.rank > 0:
+            Worker(runner).serve()
+            raise SystemExit(0)
+        self._engine = Coordinator(runner) if world.size > 1 else Engine(runner)
 
     def __enter__(self) -> LLM:
         return self
@@ -81,8 +97,11 @@ class LLM:
         return self._engine
 
     def close(self) -> None:
-        """Free weights and caches; a second call does nothing."""
-        self._engine = None
+        """Free weights and caches, and let other ranks go; a second call does nothing."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close()
+        del engine
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

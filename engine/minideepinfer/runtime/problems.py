@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from minideepinfer.checkpoint.partition import Partition
 from minideepinfer.config import EngineConfig, LayerSchedule, ModelConfig
 from minideepinfer.errors import ConfigError
 from minideepinfer.operators import (
     TOKEN_INDICES,
     AttentionProblem,
     CommProblem,
+    EpilogueProblem,
     IndexerProblem,
     MoeProblem,
     Phase,
@@ -63,19 +65,23 @@ def resolve_cache_layout(engine_config: EngineConfig, dtype: str) -> str:
 def layer_problems(
     model_config: ModelConfig, engine_config: EngineConfig, device_type: str, capability: tuple[int, int] | None
 ) -> dict[tuple[str, int | None, Phase], Problem]:
-    """The problem of every operator call, by family, layer (None for comm and residual) and phase.
+    """The problem of every operator call, by family, layer (None for comm, residual and epilogue) and phase.
 
     Args:
         model_config: the checkpoint's facts.
         engine_config: precision, cache layout and ranks.
         device_type: `cpu` or `cuda`.
         capability: see `device_capability`.
+
+    Raises:
+        ConfigError: the ranks cannot share the experts evenly.
     """
     problems: dict[tuple[str, int | None, Phase], Problem] = {}
     for phase in Phase:
         facts = _Facts(model_config, engine_config, phase, device_type, capability)
         problems["comm", None, phase] = facts.comm()
         problems["residual", None, phase] = facts.residual()
+        problems["epilogue", None, phase] = facts.epilogue()
         for layer in model_config.text_config.layers:
             problems["attention", layer.layer_id, phase] = facts.attention(layer)
             problems["moe", layer.layer_id, phase] = facts.moe()
@@ -139,16 +145,17 @@ class _Facts:
         )
 
     def moe(self) -> MoeProblem:
+        ranks = self.engine.parallel.expert
         return MoeProblem(
             hidden_size=self.text.hidden_size,
             intermediate_size=self.text.moe_intermediate_size,
             num_experts=self.text.n_routed_experts,
-            num_local_experts=self.text.n_routed_experts,
+            num_local_experts=len(Partition(size=ranks).experts(self.text.n_routed_experts)),
             topk=self.text.num_experts_per_tok,
             num_shared_experts=self.text.n_shared_experts,
             routed_scaling=self.text.routed_scaling_factor,
             swiglu_limit=self.text.swiglu_limit,
-            world_size=self.engine.parallel.expert,
+            world_size=ranks,
             **self.shared,
         )
 
@@ -167,5 +174,17 @@ class _Facts:
             sinkhorn_iterations=self.text.hc_sinkhorn_iters,
             rms_norm_eps=self.text.rms_norm_eps,
             hc_eps=self.text.hc_eps,
+            **self.shared,
+        )
+
+    def epilogue(self) -> EpilogueProblem:
+        text = self.text
+        widths = {text.q_lora_rank, text.head_dim, text.index_head_dim, text.hidden_size}
+        if self.engine.activation_quantization == "released":
+            widths |= {text.o_groups * text.o_lora_rank, text.engram_columns * text.engram_head_dim}
+        return EpilogueProblem(
+            widths=tuple(sorted(widths)),
+            rope_dim=text.qk_rope_head_dim,
+            rms_norm_eps=text.rms_norm_eps,
             **self.shared,
         )

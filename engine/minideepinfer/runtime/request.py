@@ -39,6 +39,11 @@ class Request:
         return self.num_computed_tokens < self.num_prompt_tokens
 
     @property
+    def all_computed(self) -> bool:
+        """Nothing is known that was not computed."""
+        return self.num_computed_tokens == len(self.token_ids)
+
+    @property
     def num_pending_tokens(self) -> int:
         """Tokens that the next step may compute: the rest of the prompt, or one token behind it if it is known."""
         if self.in_prompt:

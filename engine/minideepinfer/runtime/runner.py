@@ -9,30 +9,22 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from minideepinfer.cache.kv_cache import KVCache
-from minideepinfer.cache.layouts import cache_layout
 from minideepinfer.checkpoint import Checkpoint
+from minideepinfer.checkpoint.partition import Partition
 from minideepinfer.config import EngineConfig
 from minideepinfer.model.engram_hash import EngramHash
 from minideepinfer.model.load import WeightLoader
 from minideepinfer.model.step import Forced
-from minideepinfer.operators import NoClock, StageClock
-from minideepinfer.operators.build import OperatorBuilder
-from minideepinfer.operators.registry import OperatorRegistry, load_registry
-from minideepinfer.operators.resolve import resolve
-from minideepinfer.runtime.assembly import assemble
+from minideepinfer.operators import NoClock, Phase, StageClock
+from minideepinfer.operators.registry import OperatorRegistry
+from minideepinfer.runtime.agreement import agree, facts
 from minideepinfer.runtime.batching import build_step, make_parts, wanted_rows
 from minideepinfer.runtime.capture import Capture
-from minideepinfer.runtime.problems import (
-    device_capability,
-    layer_problems,
-    resolve_cache_layout,
-    resolve_device,
-    resolve_dtype,
-)
 from minideepinfer.runtime.request import Request
 from minideepinfer.runtime.scheduler import ScheduledRequest
+from minideepinfer.runtime.setup import Setup
 from minideepinfer.runtime.tokenizer import load_tokenizer
+from minideepinfer.runtime.world import World
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,10 +42,21 @@ class RequestLogits:
     logits: Tensor
 
 
+@dataclass(frozen=True)
+class StepShare:
+    """What one rank has in a step: the phase of its rows, how many there are, and how many run every layer."""
+
+    phase: Phase
+    num_tokens: int
+    num_kept: int
+
+
 class Runner:
     """Executes steps; knows nothing of sampling or of who asks.
 
     Attributes:
+        world: the ranks that run each step together.
+        shares: what each of them had in the latest step.
         config: the checkpoint's config.
         plan: which operator serves which layer and phase.
         cache: all state of requests.
@@ -70,6 +73,7 @@ class Runner:
         progress: Callable[[int, int], None] = lambda done, total: None,
         registry: OperatorRegistry | None = None,
         keep_weights: bool = False,
+        world: World | None = None,
     ) -> None:
         """Choose operators, then read the weights.
 
@@ -80,34 +84,32 @@ class Runner:
             progress: called with blocks read and blocks in all.
             registry: operators to choose from; None = those of all installed plugins.
             keep_weights: keep experts as loaded beside what operators make of them, for tests.
+            world: the ranks that share the experts; None = this one alone.
 
         Raises:
             CheckpointError: the checkpoint is damaged or incomplete.
             OperatorError: a chosen operator cannot serve it.
-            ConfigError: the machine lacks the device.
+            ConfigError: the machine lacks the device, or the ranks cannot share the experts evenly.
+            RankError: ranks differ in what must be the same; on all of them.
         """
         self.engine_config = engine_config
         self.clock = clock or NoClock()
-        self.device = resolve_device(engine_config)
-        dtype_name = resolve_dtype(engine_config, self.device.type)
-        dtype: torch.dtype = getattr(torch, dtype_name)
+        self.world = world or World()
+        self.shares: list[StepShare] = []
         with Checkpoint.open(path) as checkpoint:
             self.config = checkpoint.config
-            problems = layer_problems(self.config, engine_config, self.device.type, device_capability(self.device))
-            registry = registry or load_registry(engine_config.plugins.ignore)
-            self.plan = resolve(registry, engine_config, problems)
+            setup = Setup.of(self.config, engine_config, registry)
+            self.plan, self.device = setup.plan, setup.device
+            agree(self.world, facts(engine_config, checkpoint, self.plan))
             self.tokenizer = load_tokenizer(checkpoint.path, self.config)
             self.engram_hash = EngramHash(self.config, self.tokenizer.backend, self.device)
-            weights = WeightLoader(checkpoint, dtype, self.device, engine_config.engram).load(progress)
+            part = Partition(self.world.rank, self.world.size)
+            weights = WeightLoader(checkpoint, setup.dtype, self.device, engine_config.engram, part).load(progress)
             self.skipped_bytes = checkpoint.summary.skipped.bytes
             self.bytes_read = checkpoint.bytes_read
-        layout = cache_layout(resolve_cache_layout(engine_config, dtype_name))
-        text = self.config.text_config
-        self.cache = KVCache(text, engine_config.cache, layout, self.device)
-        builder = OperatorBuilder(self.device, self.clock)
-        self.model = assemble(
-            text, engine_config, weights, self.cache, self.plan, builder, dtype, keep_weights=keep_weights
-        )
+        self.world.exchange("loaded", patient=True)  # or the first step would wait for those that still read
+        self.world.connect(self.device)
+        self.cache, self.model = setup.build(weights, self.clock, keep_weights=keep_weights)
 
     @property
     def page_tokens(self) -> int:
@@ -118,7 +120,7 @@ class Runner:
     def execute(
         self, scheduled: Sequence[ScheduledRequest], recorder: Capture | None = None, forced: Forced | None = None
     ) -> list[RequestLogits]:
-        """Run one step and advance its requests.
+        """Run one step and advance its requests. Every rank does so at the same time, with nothing if it has nothing.
 
         Args:
             scheduled: what to run, from the scheduler; requests hold their pages and ring.
@@ -132,6 +134,10 @@ class Runner:
         parts = make_parts(scheduled, text, self.engine_config.replay)
         step = build_step(parts, text, self.engram_hash, self.page_tokens, self.device)
         step.clock = self.clock
+        self.shares = self.world.exchange(
+            StepShare(step.encoder.phase, step.encoder.num_tokens, step.decoder.num_tokens)
+        )
+        step.counts = tuple(s.num_tokens for s in self.shares), tuple(s.num_kept for s in self.shares)
         if recorder is not None:
             recorder.begin_step([part.request.request_id for part in parts])
             step.recorder = recorder

@@ -1,0 +1,138 @@
+"""A thread that says that its rank lives, and notices when another one does not."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+POISON = b"\0\0\0\0"
+"""What a key is given, with a verdict behind it, to wake those that wait for it in vain."""
+
+
+class Watch(threading.Thread):
+    """Looks at the other ranks through the store, several times a second.
+
+    What it finds is the `verdict`: that a rank has reported a fault, has given no sign of life, or did not come to an
+    exchange in time. A main thread that waits in the store is woken; one that is stuck elsewhere is given a quarter of
+    the timeout, then the process ends. So nothing hangs, whatever library the main thread is in.
+
+    Args:
+        store: a connection of this thread's own to the ranks' key-value store.
+        rank: this one.
+        size: ranks in all.
+        timeout: seconds within which all ranks must have stopped.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: float) -> None:
+        super().__init__(name="mini-deepinfer watch", daemon=True)
+        self.verdict = ""
+        self.decided = threading.Event()
+        self.grace = timeout / 4
+        self._interval = min(0.25, timeout / 40)
+        self._silence = timeout / 3
+        self._store, self._rank, self._size = store, rank, size
+        self._beats = 0
+        self._seen = [(b"", time.monotonic()) for _ in range(size)]
+        self._awaited: tuple[Sequence[str], float] | None = None
+        self._busy_since: float | None = None
+        self._ended = threading.Event()
+
+    def beat(self) -> None:
+        """Say that this rank lives."""
+        self._beats += 1
+        self._store.set(f"beat/{self._rank}", str(self._beats))
+
+    def run(self) -> None:
+        """Look again and again until `stop`."""
+        while not self._ended.wait(self._interval):
+            try:
+                self._look()
+            except RuntimeError as error:  # what the store raises
+                reason = str(error).partition("\n")[0]
+                self._decide(f"rank 0 of {self._size} has ended: the ranks' store cannot be reached ({reason})")
+            if self.verdict:
+                self._end_stuck()
+
+    def stop(self) -> None:
+        """Look no more."""
+        self._ended.set()
+        self.join(self.grace)
+
+    def enter(self) -> None:
+        """The main thread begins something that all ranks do together."""
+        self._busy_since = time.monotonic()
+
+    def leave(self) -> None:
+        """The main thread is out of it."""
+        self._busy_since = None
+
+    def await_keys(self, keys: Sequence[str], seconds: float | None) -> None:
+        """The main thread waits for keys, one of each rank that must set one; None = as long as it takes."""
+        self._awaited = (keys, time.monotonic() + seconds if seconds is not None else float("inf"))
+
+    def arrived(self) -> None:
+        """It waits no more."""
+        self._awaited = None
+
+    def settle(self) -> str:
+        """What has gone wrong, now that something has; waits until this is known, but not longer than the grace."""
+        self._silence = 8 * self._interval
+        if not self.decided.wait(self.grace):
+            self._decide(f"{named(self._without('left/'), self._size)} took part no more")
+        return self.verdict
+
+    def wait_for_others(self) -> None:
+        """Wait until the others have left or are silent, but not longer than the grace."""
+        end = time.monotonic() + self.grace
+        with suppress(RuntimeError):
+            while time.monotonic() < end and set(self._without("left/")) - set(self._silent()):
+                time.sleep(self._interval / 4)
+
+    def _look(self) -> None:
+        self.beat()
+        now, beats = time.monotonic(), self._store.multi_get([f"beat/{rank}" for rank in range(self._size)])
+        for rank, (beat, (before, when)) in enumerate(zip(beats, self._seen, strict=True)):
+            self._seen[rank] = (before, when) if beat == before else (beat, now)
+        if self._store.check(["fault"]):
+            self._decide(self._store.get("fault").decode())
+        if silent := self._silent():
+            seconds = now - min(self._seen[rank][1] for rank in silent)
+            self._decide(f"{named(silent, self._size)} has ended or hangs: no sign of life for {seconds:.1f} s")
+        if awaited := self._awaited:
+            keys, deadline = awaited
+            if now > deadline:
+                late = [int(key.rpartition("/")[2]) for key in keys if not self._store.check([key])]
+                self._decide(f"{named(late, self._size)} did not come to an exchange in time")
+            if self.verdict:
+                for key in keys:
+                    self._store.compare_set(key, "", POISON + self.verdict.encode())
+
+    def _silent(self) -> list[int]:
+        now = time.monotonic()
+        return [rank for rank, (_, when) in enumerate(self._seen) if now - when > self._silence and rank != self._rank]
+
+    def _without(self, prefix: str) -> list[int]:
+        others = [rank for rank in range(self._size) if rank != self._rank]
+        return [rank for rank in others if not self._store.check([f"{prefix}{rank}"])]
+
+    def _decide(self, verdict: str) -> None:
+        if not self.verdict:
+            self.verdict, self._decided_at = verdict, time.monotonic()
+            self.decided.set()
+
+    def _end_stuck(self) -> None:
+        busy = self._busy_since
+        if busy is not None and time.monotonic() - max(busy, self._decided_at) > self.grace:
+            print(f"mini-deepinfer: {self.verdict}; rank {self._rank} was stuck and is ended", file=sys.stderr)
+            sys.stderr.flush()
+            os._exit(1)
+
+
+def named(ranks: Sequence[int], size: int) -> str:
+    """`rank 1 of 4`, or `ranks 1, 2 of 4`."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} of {size}"

@@ -56,6 +56,22 @@ def test_the_core_imports_no_plugin() -> None:
     assert offenders == {}
 
 
+def imports(source: str, name: str) -> bool:
+    """Whether a file imports a module, or something from it."""
+    nodes = list(ast.walk(ast.parse(source)))
+    found = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
+    return any(module == name or module.startswith(f"{name}.") for module in found)
+
+
+def test_only_comm_operators_touch_torch_distributed() -> None:
+    files = [file for root in SOURCE_ROOTS for file in root.rglob("*.py")]
+    users = {file.name for file in files if imports(file.read_text(encoding="utf-8"), "torch.distributed")}
+    assert users - {"world.py", "launch.py"} == {"group.py", "symmetric.py"}, "runtime starts ranks and lets them meet"
+
+
 def test_every_source_root_holds_one_package() -> None:
     for root in SOURCE_ROOTS:
         assert len([child for child in root.iterdir() if child.name != "__pycache__"]) == 1, root

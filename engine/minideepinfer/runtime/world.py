@@ -30,7 +30,7 @@ PART_BYTES = 4 << 20
 """Most bytes of one value in the store, which takes 8 MiB."""
 
 _FOREVER = timedelta(days=3650)
-_numbers = count()
+_worlds = count()
 
 
 class _Lost(RankError):
@@ -116,8 +116,9 @@ class _Ranks(World):
         self._timeout, self._round = timeout, count()
         self._posted: list[str] = []
         self._done: list[str] = []
-        self._prefix = f"mini-deepinfer/{next(_numbers)}"
         served_by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        # Torchrun's store outlives a world, and keeps its keys.
+        self._prefix = f"mini-deepinfer/{next(_worlds)}" if served_by_torchrun else "mini-deepinfer"
         self._root = self._connection(serve=rank == 0 and not served_by_torchrun)
         self._store = PrefixStore(self._prefix, self._root)
         self._watch = Watch(PrefixStore(self._prefix, self._connection()), rank, size, timeout)

@@ -42,7 +42,7 @@ def bench(operators: Sequence[RegisteredOperator], **arguments: Any) -> KernelBe
     """A benchmark of operators of one family."""
     family = operators[0].declaration.family
     registry = including(REGISTRY, operators[0])
-    every = entrants(operators, naive(family), named=True)
+    every = entrants(operators, naive(family), operators)
     return KernelBench(family, every, registry, CPU, RATES, repeats=3, **arguments)
 
 
@@ -91,11 +91,16 @@ def test_an_operator_that_does_not_serve_is_listed_with_its_reason(
     assert {record.name.partition(",")[0] for record in records} == {"residual:naive"}
 
 
+def test_a_family_may_have_members_that_do_not_serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert run(["residual", "--repeats", "1"], tmp_path)[0] == 0
+
+
 def test_what_would_be_interpreted_is_timed_only_if_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     fused = REGISTRY.get("residual", "fused")
     for named in (False, True):
-        every = entrants([fused], naive("residual"), named)
+        every = entrants([fused], naive("residual"), [fused] * named)
         result, _ = next(iter(KernelBench("residual", every, REGISTRY, CPU, RATES, repeats=1).run("tiny")))
         assert (result.time is not None) is named
         assert bool(result.obstacles) is not named
@@ -333,4 +338,4 @@ def test_a_ratio_has_the_widest_interval() -> None:
 def test_the_reference_is_always_among_them() -> None:
     reference = naive("moe")
     assert entrants([], reference) == [Entrant(reference, {}, is_reference=True)]
-    assert entrants([reference], reference, named=True) == [Entrant(reference, {}, is_reference=True, named=True)]
+    assert entrants([reference], reference, [reference]) == [Entrant(reference, {}, is_reference=True, named=True)]

@@ -59,6 +59,8 @@ def _kernel(args: argparse.Namespace) -> int:
 
     registry = load_registry()
     operators = find_operators(registry, args.operators)
+    names = [name for name in args.operators if ":" in name]  # a family may have members that do not serve here
+    named = find_operators(registry, names) if names else []
     against = _against(registry, args.against)
     if args.operators and against and against.declaration.family not in _families(operators):
         raise OperatorError(f"--against {args.against}: no {against.declaration.family} operator is to be timed")
@@ -70,7 +72,7 @@ def _kernel(args: argparse.Namespace) -> int:
     print("\n".join(_header(args, device, watch.machine().device, used.commit, rates)), flush=True)
     results: list[Result] = []
     kept: list[Record] = []
-    for problems in _measure(args, operators, registry, against, device, rates):
+    for problems in _measure(args, operators, named, registry, against, device, rates):
         machine = watch.machine()
         for problem in problems:
             results += problem
@@ -79,12 +81,13 @@ def _kernel(args: argparse.Namespace) -> int:
             write_records(args.output, kept)
     if (machine := watch.machine()).throttled:
         print(f"throttled meanwhile: {', '.join(machine.throttled)}")
-    return _verdict(results, operators if args.operators else [])
+    return _verdict(results, named)
 
 
 def _measure(
     args: argparse.Namespace,
     operators: list[RegisteredOperator],
+    named: list[RegisteredOperator],
     registry: OperatorRegistry,
     against: RegisteredOperator | None,
     device: torch.device,
@@ -100,7 +103,7 @@ def _measure(
         ours = against is not None and against.declaration.family == family
         if against is not None and ours and against not in chosen:
             chosen.append(against)
-        every = entrants(chosen, reference_operator(registry, family), named=bool(args.operators))
+        every = entrants(chosen, reference_operator(registry, family), named)
         bench = KernelBench(family, every, registry, device, rates, args.repeats, args.seed)
         start = time.perf_counter()
         problems = list(bench.run(args.preset))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -81,17 +81,17 @@ class Entrant:
 
 
 def entrants(
-    operators: Sequence[RegisteredOperator], reference: RegisteredOperator, named: bool = False
+    operators: Sequence[RegisteredOperator], reference: RegisteredOperator, named: Collection[RegisteredOperator] = ()
 ) -> list[Entrant]:
     """Operators of a family with every set of options that the conformance kit tries, the reference among them.
 
     Args:
         operators: what to time.
         reference: what the others are compared with; appended if it is missing.
-        named: whether the operators were asked for by name.
+        named: which of them were asked for by name.
     """
     every = [*operators, *([] if reference in operators else [reference])]
-    return [Entrant(o, changes, o is reference, named) for o in every for changes in variants(o)]
+    return [Entrant(o, changes, o is reference, o in named) for o in every for changes in variants(o)]
 
 
 class KernelBench:

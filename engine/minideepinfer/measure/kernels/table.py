@@ -92,7 +92,7 @@ def _print(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) ->
         for row in rows:
             table.add_row(*row)
         console = Console()
-        console.width = max(console.width, sum(widths) + 3 * len(widths))  # a narrow terminal wraps, nothing is cut
+        console.width = max(console.width, sum(widths) + 3 * len(widths) + 1)  # a narrow terminal wraps, nothing is cut
         console.print(table)
         return
     print(title)

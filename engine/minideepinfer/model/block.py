@@ -10,7 +10,7 @@ from torch import Tensor
 
 from minideepinfer.config import LayerSchedule, TextConfig
 from minideepinfer.model.attention import AttentionLayer
-from minideepinfer.model.engram import engram_values, inject
+from minideepinfer.model.engram import engram_values
 from minideepinfer.model.epilogue import Epilogue
 from minideepinfer.model.hyper_connections import HyperConnections, Site
 from minideepinfer.model.rows import Rows
@@ -122,7 +122,7 @@ class Block:
             row_ids = step.engram_rows_of(self.layer)
             weights, dtype = self.weights.engram, streams.dtype
             values = engram_values(row_ids, weights, self.comm, dtype, self.epilogue, rows.phase)
-            streams = inject(streams, values, weights, self.config)
+            streams = self.epilogue.inject(streams, values, weights.gate_weight, rows.phase)
         self.record(step, "engram.hash_ids", row_ids, rows)
         self.record(step, "engram.streams_out", streams, rows)
         return streams

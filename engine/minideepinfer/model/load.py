@@ -118,6 +118,5 @@ class WeightLoader:
             table=self.checkpoint.row_table(f"{prefix}.embed.weight", place, self.device),
             table_scale=self.checkpoint.row_table(f"{prefix}.embed.scale", place, self.device),
             wkv=self._dense(f"{prefix}.wkv"),
-            q_weight=self._float(f"{prefix}.q_weight"),
-            k_weight=self._float(f"{prefix}.k_weight"),
+            gate_weight=self._float(f"{prefix}.q_weight") * self._float(f"{prefix}.k_weight"),
         )

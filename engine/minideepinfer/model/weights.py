@@ -67,14 +67,13 @@ class EngramWeights:
         table: uint8 `[rows, engram_head_dim]` E4M3 bytes, on device, host or disk.
         table_scale: uint8 `[rows, engram_head_dim / 32]`, beside it.
         wkv: `[(S + 1) * H, columns * engram_head_dim]`.
-        q_weight: float32 `[S, H]`; k_weight: float32 `[S, H]`.
+        gate_weight: float32 `[S, H]`, the product of the weights of stream and key.
     """
 
     table: Tensor
     table_scale: Tensor
     wkv: Tensor
-    q_weight: Tensor
-    k_weight: Tensor
+    gate_weight: Tensor
 
 
 @dataclass(frozen=True, eq=False)

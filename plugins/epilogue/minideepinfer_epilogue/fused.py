@@ -16,7 +16,8 @@ from minideepinfer_epilogue.kernels.rows import finish_rows
 GROUPS: dict[Quantization, int] = {"none": 1, "fp8": 32, "mxfp4": 32, "nvfp4": 16}
 """Channels that share a scale."""
 BLOCKS = (64, 128, 512, 2048, 8192)
-"""Channels that a program may have of a row: few sizes, so that few kernels are compiled."""
+"""Channels that a program may have of a row, the first one only where nothing but its end is rotated: few sizes, so
+that few kernels are compiled."""
 WIDEST = BLOCKS[-1]
 CHANNELS = 1024
 """Channels of a stream that `inject` has in registers at a time."""
@@ -51,7 +52,7 @@ class FusedEpilogue:
             width = block = group  # nothing knows rows
         else:
             columns = 2 * pairs if tail else width
-            block = next(size for size in BLOCKS if size >= columns)
+            block = next(size for size in (BLOCKS if tail else BLOCKS[1:]) if size >= columns)
         rows = max(1, NUMBERS // block)
         num_rows = x.numel() // width
         finish_rows[(triton.cdiv(num_rows, rows),)](

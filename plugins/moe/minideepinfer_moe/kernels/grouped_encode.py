@@ -8,8 +8,7 @@ times an e4m3 number; relative to the row's scale it stays exact down to 2^-6, a
 import triton
 import triton.language as tl
 from minideepinfer.triton_casts import widen
-
-from minideepinfer_moe.kernels.arithmetic import qdq_fp8
+from minideepinfer.triton_formats import qdq_fp8
 
 
 @triton.jit(do_not_specialize=["groups"])

@@ -77,7 +77,7 @@ def test_a_ring_holds_the_last_rows(items: list[tuple[int, int]], size: int) -> 
     expected, row = [], 0
     for request, (length, start) in enumerate(items):
         last = range(max(0, length - size), length)
-        expected += [(row + i, 7 * request, (start + i) % size) for i in last]
+        expected += [(row + i, 7 * request * size + (start + i) % size) for i in last]
         row += length
     assert list(zip(*(each.tolist() for each in rows.ring_places(size)), strict=True)) == expected
 

@@ -76,8 +76,8 @@ class KVCache:
             values: `[T, head_dim]`.
             rows: the rows the values belong to.
         """
-        kept, rings, slots = rows.ring_places(self.ring_size)
-        self.window[layer_id][rings, slots] = values[kept].to(self.layout.dtype)
+        kept, slots = rows.ring_places(self.ring_size)
+        self.window[layer_id].flatten(0, 1).index_copy_(0, slots, values[kept].to(self.layout.dtype))
 
     def write_entries(self, layer_id: int, main: Tensor, index_keys: Tensor, entries: EntryRows) -> None:
         """Store global entries and their index keys.

@@ -49,10 +49,9 @@ class EntryRows:
 
 
 class RingPlaces(NamedTuple):
-    """Rows whose window entries a ring still holds after the step, int64 `[N]`, and where: `rings`, `slots` `[N]`."""
+    """Rows whose window entries rings hold after the step, int64 `[N]`, and their slots, counted over all rings."""
 
     rows: Tensor
-    rings: Tensor
     slots: Tensor
 
 
@@ -174,8 +173,8 @@ class Rows:
                 parts.append(torch.arange(begin + max(0, length - ring_size), begin + length))
                 begin += length
             rows = torch.cat(parts).to(self.positions.device)
-            rings, slots = self.ring_table[self.request_ids[rows]], self.positions[rows] % ring_size
-            self._ring_places[ring_size] = RingPlaces(rows, rings, slots)
+            rings = self.ring_table[self.request_ids[rows]]
+            self._ring_places[ring_size] = RingPlaces(rows, rings * ring_size + self.positions[rows] % ring_size)
         return self._ring_places[ring_size]
 
     def entries(self, ratio: int, pair_slots: int) -> EntryRows:

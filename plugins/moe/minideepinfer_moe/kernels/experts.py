@@ -13,8 +13,9 @@ both products): 0.42 ms for 58 experts and 64 tokens, floor 0.26; 0.094 for 10 a
 import triton
 import triton.language as tl
 from minideepinfer.triton_casts import INTERPRETED, narrow, rounded, widen
+from minideepinfer.triton_formats import qdq_fp8
 
-from minideepinfer_moe.kernels.arithmetic import clamped_swiglu, qdq_fp8
+from minideepinfer_moe.kernels.arithmetic import clamped_swiglu
 
 # Four bytes ($4) -> bfloat16 of their low nibbles ($0, $1) and of their high ones ($2, $3), times the scales ($5, $6).
 # E2M1's sign goes to bit 15 and exponent and mantissa to bits 8..6, which is the value times 2^-126.

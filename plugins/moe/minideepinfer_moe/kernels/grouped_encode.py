@@ -8,8 +8,7 @@ off by at most 2^-10 (the row's largest value is above 224). Floor: the bytes of
 import triton
 import triton.language as tl
 from minideepinfer.triton_casts import INTERPRETED, widen
-
-from minideepinfer_moe.kernels.arithmetic import qdq_fp8
+from minideepinfer.triton_formats import qdq_fp8
 
 
 @triton.jit(do_not_specialize=["groups"])

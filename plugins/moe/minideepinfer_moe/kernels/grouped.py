@@ -90,7 +90,7 @@ class Call:
 
 @aggregate
 class Ring:
-    """Shared memory: a tile's rows in two buffers (see `_head`), words and exponents (as copied), barriers of full and of empty slots."""
+    """Shared memory: a tile's rows in two buffers (`_head`), words and exponents as copied, barriers of slots."""
 
     rows: gl.shared_memory_descriptor
     extra: gl.shared_memory_descriptor

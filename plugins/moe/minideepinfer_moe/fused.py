@@ -113,7 +113,7 @@ class FusedMoe:
         partial = self._routed(tokens.x, (tokens.topk_ids, tokens.topk_weights), weights, None, torch.float32)
         total = comm.combine(partial, tokens.handle).wait()
         with self._clock.stage(Stage.COMBINE):
-            return (total if shared is None else total + shared).to(x.dtype)
+            return total.to(x.dtype) if shared is None else torch.add(total, shared, out=torch.empty_like(shared))
 
     def schedule(self, routing: tuple[Tensor, Tensor], weights: FusedWeights, dtype: torch.dtype) -> Schedule:
         """The rows to compute here for one step's routing, T at least 1."""

@@ -41,8 +41,9 @@ def _size(i):
 
 
 @gluon.constexpr_function
-def _power_of_two(n):
-    return 1 << (n - 1).bit_length()
+def _head(rows):
+    """Rows in the first of the two buffers: the largest power of two, the first accumulator of the largest tile."""
+    return 1 << (rows.bit_length() - 1)
 
 
 @gluon.constexpr_function
@@ -89,7 +90,7 @@ class Call:
 
 @aggregate
 class Ring:
-    """Shared memory: rows 0..255 and the rest, words and exponents (as copied), barriers of full and of empty slots."""
+    """Shared memory: a tile's rows in two buffers (`_head`), words and exponents as copied, barriers of slots."""
 
     rows: gl.shared_memory_descriptor
     extra: gl.shared_memory_descriptor
@@ -131,10 +132,10 @@ def _produce(c, ring, start, total):
             _load_box(c.words, [(at + k) * (4 * parts), 0], full, ring.words.index(slot))
             _load_box(c.exponents, [at + k, 0], full, ring.exponents.index(slot))
             for box in gl.static_range(c.ROWS // c.BOX):
-                if box * c.BOX < 256:
+                if box * c.BOX < _head(c.ROWS):
                     target = ring.rows.index(slot).slice(box * c.BOX, c.BOX)
                 else:
-                    target = ring.extra.index(slot).slice(box * c.BOX - 256, c.BOX)
+                    target = ring.extra.index(slot).slice(box * c.BOX - _head(c.ROWS), c.BOX)
                 row = gl.where(num_rows > box * c.BOX, first + box * c.BOX, c.x.shape[0])
                 _load_box(c.x, [row, k * width], full, target)
             slot, phase = _next(slot, phase, c)
@@ -171,7 +172,7 @@ def _multiply(
     sums = warpgroup_mma(weights, rows.slice(0, N0).permute((1, 0)), sums, is_async=True)
     if N1 > 0:
         weights = gl.convert_layout(weights, L1, assert_trivial=True)
-        if N0 + N1 > 256:
+        if _head(c.ROWS) == N0:
             other = ring.extra.index(slot).slice(HALF * width, width, dim=1).slice(0, N1)
         else:
             other = rows.slice(N0, N1)
@@ -262,8 +263,8 @@ def grouped_kernel(
         OUT_WIDTH, ROWS, BOX, TILES, STAGES, UP, FP8,
     )  # fmt: skip
     columns: gl.constexpr = 128 if FP8 else 64
-    rows = gl.allocate_shared_memory(x.dtype, [STAGES, min(_power_of_two(ROWS), 256), columns], x.layout)
-    extra = gl.allocate_shared_memory(x.dtype, [STAGES, max(ROWS - 256, 8), columns], x.layout)
+    rows = gl.allocate_shared_memory(x.dtype, [STAGES, _head(ROWS), columns], x.layout)
+    extra = gl.allocate_shared_memory(x.dtype, [STAGES, max(ROWS - _head(ROWS), 8), columns], x.layout)
     stage_words = gl.allocate_shared_memory(gl.int32, [STAGES, 8 if FP8 else 4, 256], words.layout)
     stage_exponents = gl.allocate_shared_memory(gl.int32, [STAGES, 1, 128 if FP8 else 64], exponents.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())

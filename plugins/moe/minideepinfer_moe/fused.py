@@ -148,5 +148,5 @@ class FusedMoe:
 
 def build(context: BuildContext) -> FusedMoe:
     """Build `fused`."""
-    assert isinstance(context.options, FusedOptions)
-    return FusedMoe(context.problem, context.options, context.clock)
+    options = context.options if isinstance(context.options, FusedOptions) else FusedOptions()
+    return FusedMoe(context.problem, options, context.clock)

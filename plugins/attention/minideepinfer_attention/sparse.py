@@ -7,11 +7,7 @@ from dataclasses import dataclass
 
 import torch
 import triton
-<<<<<<< HEAD
-from minideepinfer.operators import Batch, Selection, Stage, StageClock, interpreting
-=======
-from minideepinfer.operators import Batch, Selection
->>>>>>> kernels
+from minideepinfer.operators import Batch, Selection, Stage, StageClock
 from minideepinfer.operators.problem import AttentionProblem
 from torch import Tensor
 

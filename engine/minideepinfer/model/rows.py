@@ -156,6 +156,8 @@ class Rows:
 
     def split(self, packed: Tensor) -> tuple[Tensor, ...]:
         """Cut a packed tensor `[T, ...]` into those of the batches."""
+        if len(self.batches) == 1:
+            return (packed,)
         parts: tuple[Tensor, ...] = packed.split([batch.num_tokens for batch in self.batches])
         return parts
 

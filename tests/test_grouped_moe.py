@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -188,3 +191,43 @@ def test_what_is_not_finite_does_not_become_a_number(value: float, quantization:
     assert wrong[1].isnan().all() and right.isfinite().all()
     assert same_bits(wrong[[0, 2]], right[[0, 2]])
     assert case.run(naive.build(context(case.problem)), SingleComm())[1].isnan().all()
+
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+from minideepinfer_moe.grouped_launch import SHAPES
+from minideepinfer_moe.kernels.grouped import grouped_kernel as kernel
+
+def boxes(dtype, shape, swizzle, bits):
+    return f"tensordesc<{dtype}{shape},{gl.NVMMASharedLayout(swizzle, bits, 2)!r}>"
+
+shape = SHAPES[0]
+types = {"x": boxes("bf16", [shape.box, 64], 128, 16), "limit": "fp32", "out": "*bf16", "tiles": "*i32"}
+types |= {"words": boxes("i32", [4, 256], 0, 32), "exponents": boxes("i32", [1, 64], 0, 32)}
+types |= {name: "*fp32" for name in ("row_weights", "x_scales", "w_scales")}
+types |= {name: "i32" for name in ("max_tiles", "steps", "blocks")}
+values = {"OUT_WIDTH": 2304, "ROWS": shape.tile_rows, "BOX": shape.box, "TILES": shape.tiles, "STAGES": 4, "UP": True}
+values["FP8"] = False
+signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
+aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind.startswith("*")}
+source = GluonASTSource(fn=kernel, signature=signature, constexprs=values, attrs=aligned)
+options = {"num_warps": 8, "maxnreg": shape.registers}
+ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+for instruction in ("wgmma.mma_async", "cp.async.bulk.tensor", "setmaxnreg"):
+    assert instruction in ptx, instruction
+"""
+
+
+def test_the_kernel_compiles_for_hopper() -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", COMPILE],
+        env={**os.environ, "TRITON_INTERPRET": "0"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]

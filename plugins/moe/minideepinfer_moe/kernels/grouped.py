@@ -32,7 +32,7 @@ _SIZES = (
 )
 """Tiles there are: rows in the first and in the second accumulator. `TILES` has a bit for each that is compiled."""
 _load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # before Triton 3.9
-_barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # before Triton 3.9
+_OLD_REINTERPRET = gl.constexpr(not hasattr(gl.shared_memory_descriptor, "reinterpret"))  # before Triton 3.9
 
 
 @gluon.constexpr_function
@@ -142,16 +142,25 @@ def _produce(c, ring, start, total):
 
 
 @gluon.jit
+def _as_words(memory, shape: gl.constexpr, layout: gl.constexpr):
+    if _OLD_REINTERPRET:
+        words = memory._reinterpret(gl.int32, shape, layout)
+    else:
+        words = memory.reinterpret(gl.int32, shape, layout)
+    return words
+
+
+@gluon.jit
 def _load_words(c, ring, slot):
     parts: gl.constexpr = 2 if c.FP8 else 1
     plain4: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
-    words = ring.words.index(slot)._reinterpret(gl.int32, [8, 8, 4, 4 * parts], plain4)
+    words = _as_words(ring.words.index(slot), [8, 8, 4, 4 * parts], plain4)
     if c.FP8:
         plain3: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-        exponents = ring.exponents.index(slot)._reinterpret(gl.int32, [8, 8, 2], plain3)
+        exponents = _as_words(ring.exponents.index(slot), [8, 8, 2], plain3)
     else:
         plain2: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-        exponents = ring.exponents.index(slot)._reinterpret(gl.int32, [8, 8], plain2)
+        exponents = _as_words(ring.exponents.index(slot), [8, 8], plain2)
     return load_words(words, exponents, c.FP8)
 
 

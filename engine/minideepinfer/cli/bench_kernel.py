@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from minideepinfer.errors import ConfigError, OperatorError
+from minideepinfer.measure.kernels import PRESETS
 from minideepinfer.operators import FAMILIES, OperatorRegistry, RegisteredOperator, load_registry
 
 if TYPE_CHECKING:
@@ -16,8 +17,6 @@ if TYPE_CHECKING:
 
     from minideepinfer.measure.kernels.bench import Result
     from minideepinfer.measure.record import Record
-
-PRESETS = ("v41-rank", "decode", "tiny")
 
 
 def add_kernel(actions: Any) -> None:

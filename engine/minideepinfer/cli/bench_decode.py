@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from minideepinfer.cli.bench_steps import add_step_options, model_of, profile_of, ranks_of, say, silent
@@ -35,7 +34,7 @@ def _run(args: argparse.Namespace) -> int:
     profile = profile_of(args)
     with ranks_of(args) as (engine, world):
         given = {"batch_sizes": args.batch, "contexts": args.context, "num_layers": args.layers, "steps": args.steps}
-        given |= {"checkpoint": args.model and Path(args.model), "world_size": world.size if world.size > 1 else None}
+        given |= {"checkpoint": args.model, "world_size": world.size if world.size > 1 else None}
         problem = replace(PRESETS[args.preset], **{name: value for name, value in given.items() if value is not None})
         config = model_of(args.preset, engine, args.model)
         first = world.rank == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from minideepinfer.cli.bench_steps import add_step_options, model_of, profile_of, ranks_of, say, silent
@@ -28,7 +27,7 @@ def _run(args: argparse.Namespace) -> int:
         args.settings.append(("replay", args.replay))
     profile = profile_of(args)
     with ranks_of(args) as (engine, world):
-        given = {"num_layers": args.layers, "steps": args.steps, "checkpoint": args.model and Path(args.model)}
+        given = {"num_layers": args.layers, "steps": args.steps, "checkpoint": args.model}
         given["world_size"] = world.size if world.size > 1 else None
         problem = replace(PRESETS[args.preset], **{name: value for name, value in given.items() if value is not None})
         config = model_of(args.preset, engine, args.model)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -47,7 +46,7 @@ class DecodeProblem:
     steps: int = 10
     warmup: int = 3
     seed: int = 0
-    checkpoint: Path | None = None
+    checkpoint: str | None = None
 
     def __post_init__(self) -> None:
         """Raises ConfigError for numbers that leave nothing to measure."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -53,7 +52,7 @@ class PrefillProblem:
     steps: int = 10
     warmup: int = 3
     seed: int = 0
-    checkpoint: Path | None = None
+    checkpoint: str | None = None
 
     def __post_init__(self) -> None:
         """Raises ConfigError for numbers that leave nothing to measure."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -46,7 +45,7 @@ class RankShape:
     most_rows: int
     num_layers: int | None = None
     seed: int = 0
-    checkpoint: Path | None = None
+    checkpoint: str | None = None
 
     def share(self, model_config: ModelConfig, rank: int = 0) -> Share:
         """What a rank holds of a model.

@@ -60,7 +60,7 @@ class CheckpointWeights:
 
     def __init__(
         self,
-        path: str | Path,
+        path: str,
         part: Part,
         num_layers: int,
         dtype: torch.dtype,
@@ -84,9 +84,9 @@ class CheckpointWeights:
 class FoldedHash(EngramHash):
     """An `EngramHash` whose rows are folded into those that the ranks hold."""
 
-    def __init__(self, config: ModelConfig, checkpoint: str | Path | None, device: torch.device, part: Part) -> None:
+    def __init__(self, config: ModelConfig, checkpoint: str | None, device: torch.device, part: Part) -> None:
         """Take the checkpoint's tokenizer, if there is one; see `EngramHash`."""
-        tokenizer = None if checkpoint is None else load_tokenizer(Path(checkpoint_path(checkpoint)), config).backend
+        tokenizer = None if checkpoint is None else load_tokenizer(_directory(checkpoint), config).backend
         super().__init__(config, tokenizer, device)
         self._held = [part.size * part.rows_per_rank(rows) for rows in config.text_config.engram_num_embeddings]
 
@@ -95,13 +95,12 @@ class FoldedHash(EngramHash):
         return [rows % held for rows, held in zip(super().rows(history), self._held, strict=True)]
 
 
-def checkpoint_path(checkpoint: str | Path) -> Path:
-    """The directory of a checkpoint, `tiny` resolved."""
+def _directory(checkpoint: str) -> Path:
     with Checkpoint.open(checkpoint) as opened:
         return opened.path
 
 
-def checkpoint_config(checkpoint: str | Path) -> ModelConfig:
+def checkpoint_config(checkpoint: str) -> ModelConfig:
     """The model that a checkpoint holds."""
     with Checkpoint.open(checkpoint) as opened:
         return opened.config

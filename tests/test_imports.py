@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 import time
@@ -54,6 +55,19 @@ def test_the_core_imports_no_plugin() -> None:
         if (found := mentioned_modules(file.read_text(encoding="utf-8")) & PLUGIN_PACKAGES)
     }
     assert offenders == {}
+
+
+def test_only_the_world_and_the_launcher_know_torch_distributed() -> None:
+    pattern = re.compile(r"torch\.distributed|_distributed_c10d|from torch import distributed")
+    found = {str(file.relative_to(ROOT / "engine/minideepinfer")) for file in CORE_FILES if _imports(file, pattern)}
+    assert found == {"runtime/world.py", "runtime/launch.py"}
+    plugins = [file for root in SOURCE_ROOTS[1:] for file in root.rglob("*.py") if _imports(file, pattern)]
+    assert {file.parent.name for file in plugins} == {"minideepinfer_comm"}
+
+
+def _imports(file: Path, pattern: re.Pattern[str]) -> bool:
+    lines = file.read_text(encoding="utf-8").splitlines()
+    return any(pattern.search(line) for line in lines if line.lstrip().startswith(("import ", "from ")))
 
 
 def test_every_source_root_holds_one_package() -> None:

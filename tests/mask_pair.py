@@ -60,8 +60,8 @@ def build_indexer(context: BuildContext) -> MaskIndexer:
 
 
 def build_attention(context: BuildContext) -> MaskAttention:
-    return MaskAttention(context.problem)
+    return MaskAttention(context.problem, context.clock)
 
 
 def build_shifted(context: BuildContext) -> MaskAttention:
-    return ShiftedAttention(context.problem)
+    return ShiftedAttention(context.problem, context.clock)

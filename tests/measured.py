@@ -7,6 +7,7 @@ BUDGETS = {
     "mini-deepinfer ops list --json": 0.5,
     "mini-deepinfer config show": 0.5,
     "checkpoint inspect of the release, 96,085 tensors": 5.0,
+    "bench kernel --preset tiny": 20.0,
     "ops check, profile quick, every operator that runs on a CPU": 360.0,
 }
 """Seconds on an idle machine with two cores."""

@@ -105,6 +105,17 @@ def test_its_option_is_validated(installed: Path, option: str) -> None:
     assert "Traceback" not in done.stderr
 
 
+def test_it_is_timed_and_its_broken_sibling_is_not(installed: Path) -> None:
+    arguments = ["attention:acme-tiled", "attention:acme-broken", "--preset", "tiny", "--device", "cpu"]
+    done = mini_deepinfer(installed, "bench", "kernel", *arguments, "--output", "records.json")
+    assert done.returncode == 1, done.stderr
+    assert "FAILED attention:acme-broken on ratio 2: Violation: heads" in done.stdout
+    records = {record["name"]: record for record in json.loads((installed / "records.json").read_text())}
+    assert records["attention:acme-tiled, ratio 2"]["values"]["time"]["median"] > 0
+    assert records["attention:acme-tiled, ratio 2"]["plan"]["distribution"] == "acme-ops"
+    assert records["attention:acme-broken, ratio 2"]["values"] == {}
+
+
 def test_it_can_be_ignored(installed: Path) -> None:
     done = mini_deepinfer(installed, "ops", "list", "--set", 'plugins.ignore=["acme-ops:attention"]')
     assert done.returncode == 0

@@ -10,7 +10,7 @@ from fake_plugins import declaration
 from mask_pair import LAYOUT
 from minideepinfer import LLM, EngineConfig
 from minideepinfer.operators import OperatorRegistry, Properties, RegisteredOperator, Tier, load_registry
-from minideepinfer.runtime import runner
+from minideepinfer.runtime import setup
 from minideepinfer.testing.chains import conformances
 from minideepinfer.testing.checking import check_operator
 from minideepinfer.testing.recipes.batch import BatchRecipe
@@ -86,7 +86,7 @@ def test_both_calls_of_a_chain_share_pages() -> None:
 
 
 def test_a_model_runs_with_the_pair_and_its_selection_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "load_registry", lambda ignore: registry_of(INDEXER, ATTENTION))
+    monkeypatch.setattr(setup, "load_registry", lambda ignore: registry_of(INDEXER, ATTENTION))
     ids = [[5 + 3 * i for i in range(20)]]
     logits = {}
     for name in ("naive", "mask"):

@@ -12,6 +12,7 @@ import torch
 from engine_fixtures import Arrival, play, poison, runner_of, text_tokens
 from minideepinfer.config import EngramConfig, ModelConfig
 from minideepinfer.model.engram import engram_values, inject, start_fetch
+from minideepinfer.model.epilogue import Epilogue
 from minideepinfer.model.weights import EngramWeights
 from minideepinfer.operators import BuildContext, CommProblem, OperatorOptions, Phase
 from minideepinfer.quantization import decode_e8m0
@@ -20,6 +21,8 @@ from torch import Tensor
 
 DATA = Path(__file__).parent / "data"
 CONFIG = ModelConfig.from_dict(json.loads((DATA / "config.tiny.json").read_text())).text_config
+NOTHING = Epilogue({}, round_kv=False, round_activations=False)
+"""Inputs of products are left as they are."""
 STREAMS, HIDDEN, COLUMNS, WIDTH, ROWS = 4, 32, 6, 32, 50
 
 
@@ -46,7 +49,7 @@ def weights(seed: int = 0) -> EngramWeights:
 
 def values_of(ids: Tensor, w: EngramWeights) -> Tensor:
     """`[T, STREAMS + 1, HIDDEN]`."""
-    return engram_values(ids, start_fetch(ids, w, single()).wait(), w, torch.float32, "none")  # type: ignore[arg-type]
+    return engram_values(ids, start_fetch(ids, w, single()).wait(), w, torch.float32, NOTHING, Phase.PREFILL)  # type: ignore[arg-type]
 
 
 def oracle(streams: Tensor, ids: Tensor, w: EngramWeights) -> Tensor:

@@ -116,7 +116,7 @@ def install(monkeypatch: pytest.MonkeyPatch, points: list[Any]) -> None:
     """More entry points for the runner."""
     known = list(entry_points(group=ENTRY_POINT_GROUP))
     monkeypatch.setattr(
-        "minideepinfer.runtime.runner.load_registry", lambda ignore: load_registry(ignore, [*known, *points])
+        "minideepinfer.runtime.setup.load_registry", lambda ignore: load_registry(ignore, [*known, *points])
     )
 
 
@@ -134,7 +134,7 @@ def test_a_strangers_mistake_is_noticed(monkeypatch: pytest.MonkeyPatch, capsys:
         run = sinkless  # type: ignore[assignment]
 
     plugins = Plugins(monkeypatch)
-    module = plugins.module(build=lambda context: Sinkless(context.problem))
+    module = plugins.module(build=lambda context: Sinkless(context.problem, context.clock))
     install(monkeypatch, plugins.points([declaration("sinkless", build=f"{module}:build")]))
     arguments = ["verify", str(TINY_A), "--variant", "fp32-noq", "--sequence", "s7", "--json"]
     assert main([*arguments, "--ops", "attention=sinkless"]) == 1

@@ -13,7 +13,7 @@ from minideepinfer.testing.checking import FAILED, check_one, check_operator
 from minideepinfer.testing.search import PROFILES
 from minideepinfer.testing.subject import Subject
 from minideepinfer.testing.tolerances import conformance
-from mutants import Mutant, attention, comm, indexer, moe, residual
+from mutants import Mutant, attention, comm, epilogue, indexer, moe, residual
 from mutants.faults import FAULTS
 from mutants.made import PackageMutant
 
@@ -37,6 +37,7 @@ MUTANTS = [
     *((mutant, REGISTRY.get("comm", "collective")) for mutant in comm.COLLECTIVE),
     *((mutant, REGISTRY.get("comm", "all_to_all")) for mutant in comm.ALL_TO_ALL),
     *((mutant, NAIVE["residual"]) for mutant in residual.NAIVE),
+    *((mutant, NAIVE["epilogue"]) for mutant in epilogue.NAIVE),
 ]
 KILLED: list[str] = []
 QUICK = replace(PROFILES["quick"], shrink=False)

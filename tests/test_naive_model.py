@@ -8,10 +8,11 @@ from pathlib import Path
 import oracles
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from minideepinfer.config import ModelConfig
-from minideepinfer.model.linear import linear, quantized_linear, rms_norm
+from minideepinfer.model.linear import quantized_linear, rms_norm, wide_linear
 from minideepinfer.model.rope import RotaryTable, apply_rope, undo_rope, yarn_range
 from minideepinfer.quantization import qdq_fp8
 from minideepinfer.testing.rounding import FLOAT32, UNIT
@@ -43,7 +44,7 @@ def test_compressed_layers_scale_slow_pairs_only(ratio: int) -> None:
 def test_angles_are_float32_products() -> None:
     table = RotaryTable.for_ratio(RELEASED, 1)
     positions = torch.tensor([0, 1, 131071, 1048575])
-    cos, sin = table.cos_sin(positions)
+    cos, sin = table.angles(positions)
     assert cos.dtype is sin.dtype is torch.float32
     angles = positions.float()[:, None] * table.frequencies
     torch.testing.assert_close(cos, angles.double().cos().float(), rtol=0, atol=2**-22)
@@ -56,7 +57,7 @@ def test_angles_are_float32_products() -> None:
 def test_rotation_is_that_of_the_oracle(seed: int, dtype: torch.dtype, heads: bool) -> None:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn((5, 2, 24) if heads else (5, 24), generator=generator).to(dtype)
-    cos, sin = RotaryTable.for_ratio(TINY, 2).cos_sin(torch.randint(0, 5000, (5,), generator=generator))
+    cos, sin = RotaryTable.for_ratio(TINY, 2).angles(torch.randint(0, 5000, (5,), generator=generator))
     rotated, undone = apply_rope(x, cos, sin), undo_rope(x, cos, sin)
     assert rotated.dtype is dtype and rotated.shape == x.shape
     # Two products and a sum of values up to |x| in float32, then one rounding of up to sqrt(2) |x|.
@@ -71,8 +72,8 @@ def test_rotation_is_that_of_the_oracle(seed: int, dtype: torch.dtype, heads: bo
 
 def test_position_0_is_the_identity_and_undo_inverts() -> None:
     table, x = RotaryTable.for_ratio(TINY, 0), torch.randn(4, 3, 64)
-    assert torch.equal(apply_rope(x, *table.cos_sin(torch.zeros(4, dtype=torch.int64))), x)
-    cos, sin = table.cos_sin(torch.tensor([1, 7, 100, 4095]))
+    assert torch.equal(apply_rope(x, *table.angles(torch.zeros(4, dtype=torch.int64))), x)
+    cos, sin = table.angles(torch.tensor([1, 7, 100, 4095]))
     rotated = apply_rope(x, cos, sin)
     assert (rotated[..., 48:] - x[..., 48:]).abs().max() > 0.1
     assert torch.equal(rotated[..., :48], x[..., :48])
@@ -81,7 +82,7 @@ def test_position_0_is_the_identity_and_undo_inverts() -> None:
 
 
 def test_pairs_are_neighbours_never_halves() -> None:
-    cos, sin = RotaryTable.for_ratio(TINY, 0).cos_sin(torch.tensor([3]))
+    cos, sin = RotaryTable.for_ratio(TINY, 0).angles(torch.tensor([3]))
     x = torch.zeros(1, 64)
     x[0, 48] = 1.0
     rotated = apply_rope(x, cos, sin)[0]
@@ -106,7 +107,13 @@ def test_rms_norm(dtype: torch.dtype) -> None:
 
 def test_quantized_linear_rounds_its_input_only_when_asked() -> None:
     x, weight = torch.randn(3, 64), torch.randn(8, 64)
-    assert torch.equal(quantized_linear(x, weight, "none"), linear(x, weight))
-    assert torch.equal(quantized_linear(x, weight, "released"), linear(qdq_fp8(x), weight))
-    assert not torch.equal(quantized_linear(x, weight, "released"), linear(x, weight))
-    assert linear(x[:0], weight).shape == (0, 8)
+    assert torch.equal(quantized_linear(x, weight, "none"), F.linear(x, weight))
+    assert torch.equal(quantized_linear(x, weight, "released"), F.linear(qdq_fp8(x), weight))
+    assert not torch.equal(quantized_linear(x, weight, "released"), F.linear(x, weight))
+    assert quantized_linear(x[:0], weight, "none").shape == (0, 8)
+
+
+def test_a_wide_product_is_not_rounded() -> None:
+    x, weight = torch.randn(3, 32).bfloat16(), torch.randn(8, 32).bfloat16()
+    assert torch.equal(wide_linear(x, weight), F.linear(x.float(), weight.float()))
+    assert wide_linear(x[:0], weight).shape == (0, 8)

@@ -14,7 +14,7 @@ from minideepinfer.operators import RegisteredOperator, load_registry
 from minideepinfer.operators.build import _function
 from minideepinfer.operators.families import FAMILIES, METHODS
 from minideepinfer.operators.placed import Placed, unplaced
-from minideepinfer.runtime import runner
+from minideepinfer.runtime import setup
 from minideepinfer.testing.checking import FAILED, check_one
 from minideepinfer.testing.search import PROFILES
 from minideepinfer.testing.subject import Subject, including
@@ -71,7 +71,7 @@ def test_a_model_says_whose_exception_it_is(
     monkeypatch: pytest.MonkeyPatch, family: str, method: str, place: str, error: BaseException
 ) -> None:
     odd = breaking(monkeypatch, family, method, error)
-    monkeypatch.setattr(runner, "load_registry", lambda ignore: including(REGISTRY, odd))
+    monkeypatch.setattr(setup, "load_registry", lambda ignore: including(REGISTRY, odd))
     config = EngineConfig(dtype="float32", device="cpu", ops={family: "odd"})
     with pytest.raises(OperatorError) as caught, LLM("tiny", config) as llm:
         llm.generate([[0, 5, 7]], SamplingParams(max_tokens=3))
@@ -82,7 +82,7 @@ def test_a_model_says_whose_exception_it_is(
 
 def test_decode_is_told_from_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
     odd = breaking(monkeypatch, "moe", "run", ValueError("no tile fits"))
-    monkeypatch.setattr(runner, "load_registry", lambda ignore: including(REGISTRY, odd))
+    monkeypatch.setattr(setup, "load_registry", lambda ignore: including(REGISTRY, odd))
     rule = {"default": "naive", "layers": {"3": {"decode": "odd"}}}
     with (
         pytest.raises(OperatorError, match=r"^moe:odd \(acme-ops 0\.3\) in layer 3, decode: run raised ValueError"),
@@ -93,7 +93,7 @@ def test_decode_is_told_from_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_build_is_told_with_its_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     odd = breaking(monkeypatch, "moe", "build", ValueError("no compiler"))
-    monkeypatch.setattr(runner, "load_registry", lambda ignore: including(REGISTRY, odd))
+    monkeypatch.setattr(setup, "load_registry", lambda ignore: including(REGISTRY, odd))
     with pytest.raises(PluginError, match=r"moe:odd \(acme-ops 0\.3\) failed to build: ValueError: no compiler"):
         LLM("tiny", EngineConfig(ops={"moe": "odd"}))
 
@@ -102,7 +102,7 @@ def test_build_is_told_with_its_operator(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_what_is_built_must_have_the_methods_of_its_family(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     monkeypatch.setitem(globals(), "build", lambda context: None)
     odd = RegisteredOperator(declaration("odd", family, build=f"{__name__}:build"), "acme-ops", "0.3", "ops")
-    monkeypatch.setattr(runner, "load_registry", lambda ignore: including(REGISTRY, odd))
+    monkeypatch.setattr(setup, "load_registry", lambda ignore: including(REGISTRY, odd))
     with pytest.raises(PluginError) as caught:
         LLM("tiny", EngineConfig(ops={family: "odd"}))
     text = f"{family}:odd (acme-ops 0.3): build returned NoneType, which has no method {', '.join(METHODS[family])}"

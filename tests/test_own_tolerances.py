@@ -56,8 +56,8 @@ class Options(OperatorOptions):
 class _Changed(NaiveAttention):
     """`naive` in everything but the last step."""
 
-    def __init__(self, problem: Any, output: str) -> None:
-        super().__init__(problem)
+    def __init__(self, context: Any, output: str) -> None:
+        super().__init__(context.problem, context.clock)
         self.output = output
 
     def run(self, *arguments: Any, **keywords: Any) -> torch.Tensor:
@@ -68,11 +68,11 @@ class _Changed(NaiveAttention):
 def build(context: Any) -> _Changed:
     if context.options.shape is Shape.WIDE and context.problem.compress_ratio == 2:
         raise OperatorError("has ratio 2, needs 0 or 1 where shape is wide")
-    return _Changed(context.problem, context.options.output)
+    return _Changed(context, context.options.output)
 
 
 def build_rounded(context: Any) -> _Changed:
-    return _Changed(context.problem, "rounded")
+    return _Changed(context, "rounded")
 
 
 @pytest.fixture(scope="module")

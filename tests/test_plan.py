@@ -23,7 +23,7 @@ def test_a_plan_is_plain_data() -> None:
     tiled = registered(declaration("tiled", options=TileOptions), "acme")
     plan = plan_of({"attention": {"decode": {"name": "tiled", "options": {"tile": 2}}}}, tiled)
     data = json.loads(json.dumps(plan.to_dict()))
-    assert len(data["operators"]) == 2 * (10 + 4 + 10 + 1 + 1)
+    assert len(data["operators"]) == 2 * (10 + 4 + 10 + 1 + 1 + 1)
     assert data["operators"][1] == {
         "family": "attention",
         "layer": 0,
@@ -54,6 +54,7 @@ def test_plan_text_merges_equal_layers_and_phases() -> None:
         f"moe        layers 0-9        prefill+decode  {auto}",
         f"comm       engine            prefill+decode  {auto}",
         f"residual   engine            prefill+decode  {auto}",
+        f"epilogue   engine            prefill+decode  {auto}",
     ]
     assert "not tiled: comes from acme, auto ranks only mini-deepinfer" in plan.rejection_lines()[0]
 

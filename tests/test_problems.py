@@ -27,7 +27,7 @@ def test_problems_cover_every_call_of_the_model() -> None:
         assert {layer for family, layer, at in found if family == "attention" and at == phase} == set(range(layers))
         assert {layer for family, layer, at in found if family == "moe" and at == phase} == set(range(layers))
         assert {layer for family, layer, at in found if family == "indexer" and at == phase} == {2, 4, 5, 7}
-        assert ("comm", None, phase) in found and ("residual", None, phase) in found
+        assert {("comm", None, phase), ("residual", None, phase), ("epilogue", None, phase)} <= set(found)
     assert all(problem.phase is phase for (_, _, phase), problem in found.items())
     assert [found["attention", layer, DECODE].compress_ratio for layer in range(6)] == [0, 0, 2, 2, 2, 1]
     source, later = found["indexer", 5, PREFILL], found["indexer", 7, PREFILL]

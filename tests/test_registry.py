@@ -24,7 +24,7 @@ def plugins(monkeypatch: pytest.MonkeyPatch) -> Plugins:
 def test_own_operators_come_through_entry_points() -> None:
     registry = load_registry()
     found = {f"{family}:{operator.name}" for family in FAMILIES for operator in registry.operators(family)}
-    assert {"attention:naive", "indexer:naive", "moe:naive", "comm:single", "residual:naive"} <= found
+    assert {"attention:naive", "indexer:naive", "moe:naive", "comm:single", "residual:naive", "epilogue:naive"} <= found
     naive = registry.get("attention", "naive")
     assert (naive.distribution, naive.entry_point) == ("mini-deepinfer", "attention")
 
@@ -48,7 +48,7 @@ def test_unknown_operator_and_family_say_what_there_is(plugins: Plugins) -> None
     registry = load_registry(points=plugins.points([declaration("a"), declaration("b")]))
     with pytest.raises(OperatorError, match=r"'c'.*a \(acme\), b \(acme\)"):
         registry.get("attention", "c")
-    with pytest.raises(OperatorError, match=r"'engram'.*attention, indexer, moe, comm, residual"):
+    with pytest.raises(OperatorError, match=r"'engram'.*attention, indexer, moe, comm, residual, epilogue"):
         registry.operators("engram")
 
 

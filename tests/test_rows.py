@@ -66,10 +66,11 @@ def test_entries_are_those_whose_last_token_is_here(items: list[tuple[int, int]]
 def test_a_ring_holds_the_last_rows(items: list[tuple[int, int]], size: int) -> None:
     rows = pack([n for n, _ in items], [start for _, start in items], 0)
     expected, row = [], 0
-    for length, _ in items:
-        expected += range(row + max(0, length - size), row + length)
+    for request, (length, start) in enumerate(items):
+        last = range(max(0, length - size), length)
+        expected += [(row + i, 7 * request, (start + i) % size) for i in last]
         row += length
-    assert rows.ring_rows(size).tolist() == expected
+    assert list(zip(*(each.tolist() for each in rows.ring_places(size)), strict=True)) == expected
 
 
 def test_visible_entries() -> None:

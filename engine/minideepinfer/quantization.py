@@ -171,16 +171,16 @@ def encode_nvfp4(x: Tensor, group: int = 16) -> tuple[Tensor, Tensor]:
 
 
 def qdq_fp8(x: Tensor, group: int = 32) -> Tensor:
-    """QDQ-FP8 (spec 3.11), in x's dtype."""
+    """QDQ-FP8 (spec 3.11), in x's dtype; NaN and infinities stay."""
     return decode_fp8_rows(*encode_fp8(x, group), dtype=x.dtype, group=group)
 
 
 def qdq_mxfp4(x: Tensor, group: int = 32) -> Tensor:
-    """QDQ-MXFP4 (spec 3.11), in x's dtype."""
-    return decode_mxfp4(*encode_mxfp4(x, group), dtype=x.dtype, group=group)
+    """QDQ-MXFP4 (spec 3.11), in x's dtype; NaN and infinities, for which E2M1 has no code, stay."""
+    return torch.where(x.isfinite(), decode_mxfp4(*encode_mxfp4(x, group), dtype=x.dtype, group=group), x)
 
 
 def qdq_nvfp4(x: Tensor, group: int = 16) -> Tensor:
-    """QDQ-NVFP4 (spec 3.11), in x's dtype."""
+    """QDQ-NVFP4 (spec 3.11), in x's dtype; NaN and infinities, for which E2M1 has no code, stay."""
     packed, scales = encode_nvfp4(x, group)
-    return _grouped(decode_e2m1(unpack_e2m1(packed)), scales.float(), group, x.dtype)
+    return torch.where(x.isfinite(), _grouped(decode_e2m1(unpack_e2m1(packed)), scales.float(), group, x.dtype), x)

@@ -22,10 +22,11 @@ NAIVE = (
     mutant(
         "window-and-selection-merged",
         "matches-reference",
-        "                keys = _Keys(torch.cat([keys.values",
-        "                oldest = metadata.batch.positions[rows, None] - keys.valid.shape[1]\n"
-        "                selected.valid.logical_and_(selection.indices[rows] <= oldest)\n"
-        "                keys = _Keys(torch.cat([keys.values",
+        "keys = keys.followed_by(_selected_keys(global_kv, selection, metadata, rows))",
+        "oldest = metadata.batch.positions[rows, None] - keys.valid.shape[1]\n"
+        "                    selected = _selected_keys(global_kv, selection, metadata, rows)\n"
+        "                    selected.valid.logical_and_(selection.indices[rows] <= oldest)\n"
+        "                    keys = keys.followed_by(selected)",
     ),
     mutant(
         "sink-forgotten",

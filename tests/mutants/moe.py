@@ -190,17 +190,17 @@ NAIVE = (
         "end-to-end",
         "w1, w3 = decode_mxfp4(experts.w13[expert], experts.w13_scale[expert], x.dtype)",
         "self.kept = getattr(self, 'kept', {})\n"
-        "            w1, w3 = self.kept.setdefault(\n"
-        "                expert, decode_mxfp4(experts.w13[expert], experts.w13_scale[expert], x.dtype)\n"
-        "            )",
+        "                w1, w3 = self.kept.setdefault(\n"
+        "                    expert, decode_mxfp4(experts.w13[expert], experts.w13_scale[expert], x.dtype)\n"
+        "                )",
     ),
     mutant(
         "store-before-the-start",
         "outputs-written",
-        "        return outputs.sum(1, dtype=torch.float32)",
-        "        if outputs.storage_offset():  # else it is the heap's\n"
-        "            outputs.as_strided((1,), (1,), outputs.storage_offset() - 1).zero_()\n"
-        "        return outputs.sum(1, dtype=torch.float32)",
+        "            return outputs.sum(1, dtype=torch.float32)",
+        "            if outputs.storage_offset():  # else it is the heap's\n"
+        "                outputs.as_strided((1,), (1,), outputs.storage_offset() - 1).zero_()\n"
+        "            return outputs.sum(1, dtype=torch.float32)",
     ),
     mutant(
         "int32-offset",

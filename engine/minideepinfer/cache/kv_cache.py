@@ -70,10 +70,8 @@ class KVCache:
             values: `[T, head_dim]`.
             rows: the rows the values belong to.
         """
-        keep = rows.ring_rows(self.ring_size)
-        rings = rows.ring_table[rows.request_ids[keep]]
-        slots = rows.positions[keep] % self.ring_size
-        self.window[layer_id][rings, slots] = values[keep].to(self.layout.dtype)
+        kept, rings, slots = rows.ring_places(self.ring_size)
+        self.window[layer_id][rings, slots] = values[kept].to(self.layout.dtype)
 
     def write_entries(self, layer_id: int, main: Tensor, index_keys: Tensor, entries: EntryRows) -> None:
         """Store global entries and their index keys.

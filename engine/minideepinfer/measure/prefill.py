@@ -5,37 +5,23 @@ Every step rewinds to the same position and computes the same final chunk, so th
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 
 from minideepinfer.cache.kv_cache import KVCache
-from minideepinfer.cache.layouts import cache_layout
 from minideepinfer.config import EngineConfig, ModelConfig
 from minideepinfer.errors import ConfigError
-from minideepinfer.measure.made_up_ranks import MadeUpRanks
-from minideepinfer.measure.stages import StageRow, StageTimer
-from minideepinfer.measure.synthetic import Share, SyntheticWeights
-from minideepinfer.model.engram_hash import EngramHash
+from minideepinfer.measure.facts import MachineWatch, software
+from minideepinfer.measure.rank import Rank, RankShape, with_cache
+from minideepinfer.measure.rates import measured_rates
+from minideepinfer.measure.record import Measurement, Record
+from minideepinfer.measure.step_values import once, step_values
+from minideepinfer.measure.steps import WITH_STAGES, Profile, StepTimes, fused_stages, time_steps
+from minideepinfer.model.step import Step
 from minideepinfer.model.transformer import TextModel
-from minideepinfer.operators import MoeProblem, NoClock, StageClock
-from minideepinfer.operators.build import OperatorBuilder
-from minideepinfer.operators.plan import Plan
-from minideepinfer.operators.registry import load_registry
-from minideepinfer.operators.resolve import resolve
-from minideepinfer.quantization import qdq_fp8, qdq_mxfp4, qdq_nvfp4
-from minideepinfer.runtime.assembly import assemble
-from minideepinfer.runtime.batching import build_step, make_parts, wanted_rows
-from minideepinfer.runtime.problems import (
-    device_capability,
-    layer_problems,
-    resolve_cache_layout,
-    resolve_device,
-    resolve_dtype,
-)
+from minideepinfer.operators import Phase, Stage
 from minideepinfer.runtime.request import Request
 from minideepinfer.runtime.scheduler import ScheduledRequest
 
@@ -52,7 +38,7 @@ class PrefillProblem:
         num_layers: first layers of the model that run; None = all.
         steps: measured steps.
         warmup: steps before them.
-        seed: of weights, tokens and cache.
+        seed: of weights, tokens, cache and the other ranks' rows.
     """
 
     context: int
@@ -70,6 +56,11 @@ class PrefillProblem:
             if number is not None and number < 1:
                 raise ConfigError(f"prefill benchmark: {name} is {number}; at least 1 is needed")
 
+    @property
+    def shape(self) -> RankShape:
+        """The rank that it takes."""
+        return RankShape(self.world_size, self.engram_fraction, self.new_tokens, self.num_layers, self.seed)
+
 
 PRESETS = {
     "v41-rank": PrefillProblem(context=131072, new_tokens=4096, world_size=4, engram_fraction=1 / 8),
@@ -77,179 +68,177 @@ PRESETS = {
 }
 
 
-@dataclass(frozen=True)
-class PrefillResult:
-    """What was measured.
+class PrefillBench:
+    """A rank with random weights and a random cache, ready to repeat its step.
 
     Attributes:
-        milliseconds: of each step, in order.
-        stages: exclusive time and calls of each stage in one step, averaged over steps of their own.
-        staged_milliseconds: the mean step while stages were timed; what timing costs shows in it.
-        rows_per_expert: fewest, mean and most rows of this rank's experts, over all layers of a step.
-        peak_bytes: of device memory; 0 on CPU.
+        problem: what is measured.
+        rank: the rank.
     """
 
-    milliseconds: tuple[float, ...]
-    stages: tuple[StageRow, ...]
-    staged_milliseconds: float
-    rows_per_expert: tuple[int, float, int]
-    peak_bytes: int
-
-
-class PrefillBench:
-    """A rank with random weights and a random cache, ready to repeat its step."""
-
     def __init__(self, model_config: ModelConfig, engine_config: EngineConfig, problem: PrefillProblem) -> None:
-        """Make weights and cache, and route the rows of the other ranks.
-
-        Raises:
-            ConfigError: layers, ranks or device do not fit the model or the machine.
-            OperatorError: a chosen operator cannot serve the rank's problem.
-        """
+        """Make weights and cache; see `Rank`."""
         text = model_config.text_config
-        if text.n_routed_experts % problem.world_size:
-            raise ConfigError(f"{text.n_routed_experts} experts cannot be shared by {problem.world_size} ranks evenly")
-        if (problem.num_layers or 0) > text.num_hidden_layers:
-            raise ConfigError(
-                f"prefill benchmark: num_layers is {problem.num_layers}; the model has {text.num_hidden_layers}"
-            )
-        self.problem, self.config = problem, text
-        self.device = resolve_device(engine_config)
-        self.dtype_name = resolve_dtype(engine_config, self.device.type)
         pages = -(-problem.context // engine_config.cache.page_tokens)
-        self.engine_config = engine_config.model_copy(
-            update={"cache": engine_config.cache.model_copy(update={"num_pages": pages, "max_requests": 1})}
-        )
-        self._clock = _SwitchedClock()
-        self._hash = EngramHash(model_config, None, self.device)
-        self._make(model_config)
+        self.problem = problem
+        self.rank = Rank(model_config, with_cache(engine_config, pages, 1), problem.shape)
         ids = torch.randint(text.vocab_size, (problem.context,), generator=torch.Generator().manual_seed(problem.seed))
         self._request = Request(0, ids.tolist(), problem.context, problem.context, ring=0, pages=list(range(pages)))
-        self._kept = [tensor.clone() for tensor in self._overwritten()]
         self.rewind()
 
-    def _make(self, model_config: ModelConfig) -> None:
-        problem, text = self.problem, self.config
-        dtype = getattr(torch, self.dtype_name)
-        share = Share(
-            num_layers=problem.num_layers or text.num_hidden_layers,
-            num_experts=text.n_routed_experts // problem.world_size,
-            engram_rows=int(max(text.engram_num_embeddings) / problem.world_size * problem.engram_fraction),
-        )
-        self.plan = rank_plan(model_config, self.engine_config, problem.world_size, self.device)
-        maker = SyntheticWeights(text, share, dtype, self.device, problem.seed)
-        layout = cache_layout(resolve_cache_layout(self.engine_config, self.dtype_name))
-        self.cache = KVCache(text, self.engine_config.cache, layout, self.device)
-        fill_cache(self.cache, self.engine_config, maker)
-        strangers = maker.normal((problem.world_size - 1) * problem.new_tokens, text.hidden_size)
-        self.ranks = MadeUpRanks(problem.world_size, strangers)
-        builder = OperatorBuilder(self.device, self._clock)
-        weights = maker.make()
-        self.model = assemble(text, self.engine_config, weights, self.cache, self.plan, builder, dtype, self.ranks)
-        self._route_strangers(self.model)
+    @property
+    def model(self) -> TextModel:
+        """The rank's."""
+        return self.rank.model
 
-    def _route_strangers(self, model: TextModel) -> None:
-        routing = []
-        with torch.inference_mode():
-            for block in model.blocks:
-                phase = next(iter(block.moe))
-                routing.append(block.moe[phase].route(self.ranks.strangers, block.moe_weights[phase]))
-        self.ranks.set_routing(routing)
+    @property
+    def cache(self) -> KVCache:
+        """The rank's."""
+        return self.rank.cache
+
+    def change(self, engine_config: EngineConfig, problem: PrefillProblem) -> None:
+        """Go over to another plan, with the same weights and cache; see `Rank.change`.
+
+        Args:
+            engine_config: with the device, dtype and cache of the one before.
+            problem: that of the one before, with other steps or fewer layers.
+        """
+        pages = len(self._request.pages)
+        self.problem = problem
+        self.rank.change(with_cache(engine_config, pages, 1), problem.num_layers)
+        self.rewind()
 
     def rewind(self) -> None:
-        """Undo a step: window rings and pending pairs are as they were; entries in pages will be written again."""
+        """Undo a step; see `Rank.rewind`."""
         self._request.num_computed_tokens = self.problem.context - self.problem.new_tokens
-        self.ranks.reset()
-        for now, before in zip(self._overwritten(), self._kept, strict=True):
-            now.copy_(before)
+        self.rank.rewind()
 
-    def _overwritten(self) -> list[torch.Tensor]:
-        return [*self.cache.window, *self.cache.pending.values()]
+    def renew(self) -> None:
+        """Rewind, with fresh rows of the other ranks."""
+        self.rewind()
+        self.rank.draw_others()
 
-    @torch.inference_mode()
+    def before_layer(self, layer_id: int) -> None:
+        """Say that the experts of this layer are the next ones to run."""
+        self.rank.ranks.next_layer = layer_id
+
+    def new_step(self) -> Step:
+        """The rows of the step."""
+        return self.rank.new_step(self._scheduled)[0]
+
+    @property
+    def _scheduled(self) -> list[ScheduledRequest]:
+        return [ScheduledRequest(self._request, self.problem.new_tokens)]
+
     def step(self) -> torch.Tensor:
         """Compute the chunk once, behind a `rewind`; logits of its last row, `[1, vocab]`."""
-        scheduled = ScheduledRequest(self._request, self.problem.new_tokens)
-        parts = make_parts([scheduled], self.config, self.engine_config.replay)
-        step = build_step(parts, self.config, self._hash, self.engine_config.cache.page_tokens, self.device)
-        step.clock = self._clock
-        return self.model.logits(self.model.forward(step), step, wanted_rows(parts).to(self.device))
+        return self.rank.run(self._scheduled)
 
-    def run(self, progress: Callable[[str], None] = lambda what: None) -> PrefillResult:
-        """Warm up, measure steps, then measure stages in steps of their own."""
-        problem, cuda = self.problem, self.device.type == "cuda"
-        progress("warming up")
-        for _ in range(problem.warmup):
-            self.rewind()
-            logits = self.step()
-        if not bool(logits.isfinite().all()):
+    def check(self) -> None:
+        """Compute once and see that it is worth measuring.
+
+        Raises:
+            ConfigError: logits are not finite, or this rank's experts get another share of the rows than theirs.
+        """
+        self.renew()
+        if not bool(self.step().isfinite().all()):
             raise ConfigError("the benchmark's logits are not finite; an operator of the plan is wrong")
-        progress("measuring steps")
-        milliseconds = tuple(self._timed_step() for _ in range(problem.steps))
-        progress("measuring stages")
-        timer = StageTimer(self.device)
-        self._clock.target = timer
-        staged = [self._timed_step() for _ in range(problem.warmup)]
-        self._clock.target = NoClock()
-        count = len(staged)
-        rows = [replace(r, milliseconds=r.milliseconds / count, calls=r.calls // count) for r in timer.table()]
-        peak = torch.cuda.max_memory_allocated(self.device) if cuda else 0
-        return PrefillResult(milliseconds, tuple(rows), sum(staged) / len(staged), self._rows_per_expert(), peak)
+        low, mean, high = self.rows_per_expert()
+        text, problem = self.rank.config, self.problem
+        wanted = problem.world_size * problem.new_tokens * text.num_experts_per_tok / text.n_routed_experts
+        local = text.n_routed_experts // problem.world_size
+        noise = 4 / (wanted * local) ** 0.5  # four deviations of a fair gate in one layer, for small problems
+        if abs(mean / wanted - 1) > max(0.05, noise):
+            raise ConfigError(
+                f"the benchmark's experts have {mean:.1f} rows on average (least {low}, most {high}) and should have "
+                f"{wanted:.0f}, within 5 %; the gate of its plan routes strangely"
+            )
 
-    def _timed_step(self) -> float:
-        self.rewind()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        begin = time.perf_counter()
-        self.step()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return 1e3 * (time.perf_counter() - begin)
-
-    def _rows_per_expert(self) -> tuple[int, float, int]:
-        """Of the layers that ran on all rows."""
-        most = max(len(ids) for ids in self.ranks.dispatched_ids)
-        local = self.config.n_routed_experts // self.problem.world_size
-        counts = torch.stack(
-            [
-                torch.bincount(ids.flatten().long(), minlength=self.config.n_routed_experts)[:local]
-                for ids in self.ranks.dispatched_ids
-                if len(ids) == most
-            ]
-        )
+    def rows_per_expert(self) -> tuple[int, float, int]:
+        """Fewest, mean and most rows of this rank's experts, over the layers of the last step that ran on all rows."""
+        dispatched, local = self.rank.ranks.dispatched_ids.values(), self.rank.local
+        most = max(len(ids) for ids in dispatched)
+        full = [ids.flatten().long() for ids in dispatched if len(ids) == most]
+        counts = torch.stack([ids.bincount(minlength=local.stop)[local.start : local.stop] for ids in full])
         return int(counts.min()), float(counts.float().mean()), int(counts.max())
 
 
-class _SwitchedClock:
-    """A `StageClock` whose target can be changed after operators were built with it."""
+def measure_prefill(
+    model_config: ModelConfig,
+    engine_config: EngineConfig,
+    problem: PrefillProblem,
+    *,
+    name: str = "prefill",
+    profile: Profile = WITH_STAGES,
+    rates: Mapping[str, float] | None = None,
+    bench: PrefillBench | None = None,
+    progress: Callable[[str], None] = lambda what: None,
+) -> Record:
+    """Run the benchmark.
 
-    def __init__(self) -> None:
-        self.target: StageClock = NoClock()
+    Args:
+        model_config: the model.
+        engine_config: precision, replay and operators.
+        problem: how much of it.
+        name: of the record.
+        profile: what is looked at beside the step.
+        rates: of this machine in this run; None = they are measured now, behind the steps.
+        bench: one of the same configurations and problem that exists already; None = it is made.
+        progress: told what comes next.
 
-    def stage(self, name: str) -> Any:
-        return self.target.stage(name)
+    Raises:
+        ConfigError: it cannot be run like that, or what comes out is not worth measuring.
+        OperatorError: a chosen operator cannot serve it.
+    """
+    if bench is None:
+        progress("making weights")
+        bench = PrefillBench(model_config, engine_config, problem)
+    device = bench.rank.setup.device
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    watch = MachineWatch(device)
+    progress("warming up")
+    bench.check()
+    progress("measuring")
+    times = time_steps(bench.rank, bench.step, bench.renew, steps=problem.steps, warmup=problem.warmup, profile=profile)
+    machine = watch.machine()
+    values = _values(bench, times)
+    if rates is None:
+        progress("measuring rates")
+        rates = measured_rates(device)
+    bench.rewind()
+    floors = bench.rank.costs(bench.new_step(), num_logits=1).floors(rates)
+    return Record(
+        benchmark="prefill",
+        name=name,
+        headline=headline(bench),
+        machine=machine,
+        software=software(),
+        problem={"context": problem.context, "new_tokens": problem.new_tokens, **bench.rank.described()},
+        precision=bench.rank.precision(),
+        plan=bench.rank.setup.plan.to_dict(),
+        seed=problem.seed,
+        values=values,
+        stages=times.stages,
+        inside=fused_stages(bench.rank.operators(Phase.PREFILL)) if times.stages else {},
+        floors={**floors, "step": sum(floors.values()) - floors[Stage.FP4_DECODING]},
+        rates=dict(rates),
+    )
 
 
-def rank_plan(model_config: ModelConfig, engine_config: EngineConfig, world_size: int, device: torch.device) -> Plan:
-    """The plan of one rank of a world: its MoE problems hold only the rank's share of the experts."""
-    problems = layer_problems(model_config, engine_config, device.type, device_capability(device))
-    for key, problem in problems.items():
-        if isinstance(problem, MoeProblem):
-            local = problem.num_experts // world_size
-            problems[key] = replace(problem, num_local_experts=local, world_size=world_size)
-    return resolve(load_registry(engine_config.plugins.ignore), engine_config, problems)
+def headline(bench: PrefillBench) -> str:
+    """What is absent or made up, and the precision."""
+    others = (bench.problem.world_size - 1) * bench.problem.new_tokens
+    return (
+        f"{bench.rank.headline()}; the other ranks' {others} tokens are random rows, fresh in each step and routed by "
+        "the real gate outside its time; their partial sums are left out"
+    )
 
 
-def fill_cache(cache: KVCache, engine_config: EngineConfig, maker: SyntheticWeights) -> None:
-    """Random entries, as the model would have rounded them, in every ring and page."""
-    released = engine_config.kv_quantization == "released"
-    for pools, rounded in (
-        (dict(enumerate(cache.window)), qdq_fp8),
-        (cache.main, qdq_nvfp4),
-        (cache.index_keys, qdq_mxfp4),
-    ):
-        for pool in pools.values():
-            values = maker.normal(*pool.shape)
-            pool.copy_(rounded(values) if released else values)
-    for pool in cache.pending.values():
-        pool.normal_()
+def _values(bench: PrefillBench, times: StepTimes) -> dict[str, Measurement]:
+    values = step_values(times, bench.problem.new_tokens)
+    for kind, number in zip(("least", "mean", "most"), bench.rows_per_expert(), strict=True):
+        values[f"rows_per_expert_{kind}"] = once(number, "rows")
+    if bench.rank.setup.device.type == "cuda":
+        values["peak_memory"] = once(torch.cuda.max_memory_allocated(bench.rank.setup.device), "bytes")
+    return values

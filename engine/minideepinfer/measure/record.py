@@ -90,6 +90,18 @@ class Record(_Frozen):
     notes: tuple[str, ...] = ()
 
 
+def require_writable(path: str | Path) -> None:
+    """Find out whether a file can be written, which is better known before minutes of measuring.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    try:
+        Path(path).open("a").close()
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written ({error.strerror or error})") from None
+
+
 def write_records(path: str | Path, records: list[Record]) -> None:
     """Write a file of records, which `read_records` reads back equal.
 

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from types import TracebackType
 
 import torch
 
-_MAX_SPANS = 1 << 14
-"""Spans kept as CUDA events before they are read, so that a long run does not pile them up."""
+from minideepinfer.operators import StageClock
+
+_MAX_MARKS = 1 << 15
+"""Marks kept as CUDA events before they are read, so that a long run does not pile them up."""
+
+
+Mark = torch.cuda.Event | float
+"""A point of time: seconds on the host, or an event on a stream."""
 
 
 @dataclass(frozen=True)
@@ -27,28 +33,28 @@ class StageRow:
 class StageTimer:
     """A `StageClock` whose stages nest; the time of an inner stage is not counted in the outer one.
 
-    On CUDA a stage costs two event records and no synchronisation; times are read when the table is asked for.
+    Each beginning and each end of a stage is a mark on the stream on which the outermost stage began; the time between
+    two marks belongs to the innermost stage open there, so that under one outer stage nothing is lost, waiting for the
+    host included. On CUDA a mark is an event, made once and used again, and nothing is synchronised before the table is
+    asked for.
     """
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._cuda = device.type == "cuda"
         self._stack: list[str] = []
+        self._stream: torch.cuda.Stream | None = None
+        self._marks: list[tuple[Mark, str]] = []
+        self._free: list[torch.cuda.Event] = []
+        self._stages: dict[str, _Stage] = {}
         self._seconds: dict[str, float] = defaultdict(float)
         self._calls: Counter[str] = Counter()
-        self._last_mark: float | torch.cuda.Event = 0.0
-        self._spans: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
+    def stage(self, name: str) -> _Stage:
         """Attribute what happens inside to a stage."""
-        self._mark()
-        self._stack.append(name)
-        self._calls[name] += 1
-        try:
-            yield
-        finally:
-            self._mark()
-            self._stack.pop()
+        if name not in self._stages:
+            self._stages[name] = _Stage(self, str(name))
+        return self._stages[name]
 
     def reset(self) -> None:
         """Forget everything measured so far."""
@@ -65,27 +71,73 @@ class StageTimer:
             for stage, seconds in sorted(self._seconds.items(), key=lambda item: -item[1])
         ]
 
-    def _mark(self) -> None:
-        """Attribute the time since the last mark to the innermost open stage."""
-        if self._cuda:
-            now = torch.cuda.Event(enable_timing=True)
-            now.record()
-            if self._stack:
-                assert isinstance(self._last_mark, torch.cuda.Event)
-                self._spans.append((self._stack[-1], self._last_mark, now))
-            self._last_mark = now
-            if len(self._spans) > _MAX_SPANS:
-                self._resolve()
-            return
-        moment = time.perf_counter()
-        if self._stack:
-            assert isinstance(self._last_mark, float)
-            self._seconds[self._stack[-1]] += moment - self._last_mark
-        self._last_mark = moment
+    def enter(self, name: str) -> None:
+        """Open a stage; see `stage`."""
+        if self._cuda and not self._stack:
+            self._stream = torch.cuda.current_stream(self._device)
+        self._stack.append(name)
+        self._calls[name] += 1
+        self._mark(name)
+
+    def leave(self) -> None:
+        """Close the innermost stage."""
+        self._stack.pop()
+        self._mark(self._stack[-1] if self._stack else "")
+
+    def _mark(self, following: str) -> None:
+        """What follows belongs to a stage; to nobody if that is empty."""
+        if not self._cuda:
+            self._marks.append((time.perf_counter(), following))
+        else:
+            event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
+            event.record(self._stream)
+            self._marks.append((event, following))
+        if len(self._marks) > _MAX_MARKS:
+            self._resolve()
 
     def _resolve(self) -> None:
-        if self._spans:
-            torch.cuda.synchronize()
-        for stage, begin, end in self._spans:
-            self._seconds[stage] += begin.elapsed_time(end) / 1e3
-        self._spans.clear()
+        """Turn the marks into seconds; the last one stays, since something may follow it."""
+        if len(self._marks) < 2:
+            return
+        if self._cuda:
+            torch.cuda.synchronize(self._device)
+        for (begin, stage), (end, _) in zip(self._marks, self._marks[1:], strict=False):
+            if stage:
+                self._seconds[stage] += _seconds_between(begin, end)
+        self._free += [mark for mark, _ in self._marks[:-1] if isinstance(mark, torch.cuda.Event)]
+        self._marks = self._marks[-1:]
+
+
+class _Stage:
+    """A context manager that opens a stage; cheaper than a generator, and one for each name does."""
+
+    __slots__ = ("_name", "_timer")
+
+    def __init__(self, timer: StageTimer, name: str) -> None:
+        self._timer, self._name = timer, name
+
+    def __enter__(self) -> None:
+        self._timer.enter(self._name)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._timer.leave()
+
+
+def _seconds_between(begin: Mark, end: Mark) -> float:
+    if isinstance(begin, float) or isinstance(end, float):
+        assert isinstance(begin, float) and isinstance(end, float), "all marks are of one kind"
+        return end - begin
+    return float(begin.elapsed_time(end)) / 1e3
+
+
+class SwitchedClock:
+    """A `StageClock` whose target can be changed after operators were built with it."""
+
+    def __init__(self, target: StageClock) -> None:
+        self.target = target
+
+    def stage(self, name: str) -> AbstractContextManager[None]:
+        """See `StageClock`."""
+        return self.target.stage(name)

@@ -52,23 +52,24 @@ class SyntheticWeights:
         self.share = share
         self.dtype = dtype
         self.device = device
-        self._generator = torch.Generator(device).manual_seed(seed)
+        self.seed = seed
+        self.generator = torch.Generator(device).manual_seed(seed)
 
     def make(self) -> ModelWeights:
         """All weights of the rank."""
         config = self.config
         layers = [self._layer(layer) for layer in config.layers[: self.share.num_layers]]
         vocabulary = (config.vocab_size, config.hidden_size)
-        head = self.normal(*vocabulary, gain=config.hidden_size**-0.5, dtype=torch.float32)
+        head = self.normal(*vocabulary, gain=config.hidden_size**-0.5)
         return ModelWeights(self.normal(*vocabulary), head, self._ones(config.hidden_size), layers)
 
     def normal(self, *shape: int, gain: float = 1.0, dtype: torch.dtype | None = None) -> Tensor:
         """Normal numbers of standard deviation `gain`, made in place."""
         values = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
-        return values.normal_(0.0, gain, generator=self._generator)
+        return values.normal_(0.0, gain, generator=self.generator)
 
     def _bytes(self, *shape: int, low: int = 0, high: int = 256) -> Tensor:
-        return torch.randint(low, high, shape, dtype=torch.uint8, device=self.device, generator=self._generator)
+        return torch.randint(low, high, shape, dtype=torch.uint8, device=self.device, generator=self.generator)
 
     def _matrix(self, rows: int, columns: int, dtype: torch.dtype | None = None) -> Tensor:
         return self.normal(rows, columns, gain=columns**-0.5, dtype=dtype)
@@ -84,7 +85,7 @@ class SyntheticWeights:
             hc_attn=self._hyper_connection(),
             hc_ffn=self._hyper_connection(),
             attention=self._attention(layer),
-            moe=self._moe(),
+            moe=self.moe(layer.layer_id),
             engram=None if layer.engram_index is None else self._engram(),
         )
 
@@ -114,11 +115,9 @@ class SyntheticWeights:
         )
 
     def _compressor(self, layer: LayerSchedule) -> CompressorWeights:
-        config, pools = self.config, layer.compress_ratio > 1
-        exact = torch.float32 if pools else self.dtype
+        config, parts = self.config, 2 if layer.compress_ratio > 1 else 1
         return CompressorWeights(
-            wkv=self._matrix(config.head_dim, config.hidden_size, exact),
-            wgate=self._matrix(config.head_dim, config.hidden_size, torch.float32) if pools else None,
+            wkv=self._matrix(parts * config.head_dim, config.hidden_size),
             norm=self._ones(config.head_dim),
             wk=self._matrix(config.index_head_dim, config.head_dim),
             k_norm=self._ones(config.index_head_dim),
@@ -128,6 +127,14 @@ class SyntheticWeights:
         config = self.config
         queries = self._matrix(config.index_n_heads * config.index_head_dim, config.q_lora_rank)
         return IndexerWeights(queries, self._matrix(config.index_n_heads, config.hidden_size))
+
+    def moe(self, layer_id: int) -> MoeWeights:
+        """Gate and experts of one layer; the same whenever they are made."""
+        others, self.generator = self.generator, torch.Generator(self.device).manual_seed(self.seed + 1 + layer_id)
+        try:
+            return self._moe()
+        finally:
+            self.generator = others
 
     def _moe(self) -> MoeWeights:
         config, hidden, inner = self.config, self.config.hidden_size, self.config.moe_intermediate_size

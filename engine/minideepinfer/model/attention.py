@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from minideepinfer.cache.kv_cache import KVCache
 from minideepinfer.config import LayerSchedule, TextConfig
 from minideepinfer.errors import OperatorError
 from minideepinfer.model.compressor import Compressor
-from minideepinfer.model.linear import linear, quantized_linear, rms_norm
-from minideepinfer.model.rope import RotaryTable, apply_rope
+from minideepinfer.model.epilogue import Epilogue
+from minideepinfer.model.rope import Angles, RotaryTable
 from minideepinfer.model.rows import Rows
 from minideepinfer.model.step import Step
 from minideepinfer.model.weights import AttentionWeights
-from minideepinfer.operators import AttentionOperator, Batch, IndexerOperator, IndexerOutput, Phase, Selection
+from minideepinfer.operators import AttentionOperator, Batch, IndexerOperator, IndexerOutput, Phase, Selection, Stage
 from minideepinfer.operators.results import checked
-from minideepinfer.quantization import qdq_fp8, qdq_mxfp4
 
 
 class AttentionLayer:
@@ -32,9 +32,8 @@ class AttentionLayer:
         cache: KVCache,
         attention: Mapping[Phase, AttentionOperator],
         indexer: Mapping[Phase, IndexerOperator],
-        *,
-        quantize_kv: bool,
-        activation_quantization: str,
+        epilogue: Epilogue,
+        rope: RotaryTable,
     ) -> None:
         self.layer = layer
         self.weights = weights
@@ -42,32 +41,31 @@ class AttentionLayer:
         self.cache = cache
         self.attention = attention
         self.indexer = indexer
-        self.quantize_kv = quantize_kv
-        self.activation_quantization = activation_quantization
-        self.rope = RotaryTable.for_ratio(config, layer.compress_ratio, weights.wq_a.device)
-        self.compressor = (
-            Compressor(layer, weights.compressor, config, self.rope, quantize_kv) if weights.compressor else None
-        )
+        self.epilogue = epilogue
+        self.rope = rope
+        self.compressor = Compressor(layer, weights.compressor, rope, epilogue) if weights.compressor else None
         self.name = f"layers.{layer.layer_id}"
 
-    def window_entries(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def window_entries(self, activation: Tensor, rows: Rows) -> Tensor:
         """This step's window entries `[T, head_dim]`, as the cache holds them."""
-        kv = quantized_linear(x, self.weights.wkv, self.activation_quantization)
-        kv = apply_rope(rms_norm(kv, self.weights.kv_norm, self.config.rms_norm_eps), cos, sin)
-        return self.cache.layout.stored(qdq_fp8(kv) if self.quantize_kv else kv)
+        kv = F.linear(activation, self.weights.wkv)
+        norm, angles = self.weights.kv_norm, rows.angles(self.rope)
+        kv = self.epilogue.run(kv, rows.phase, norm=norm, angles=angles, quantization=self.epilogue.kv("fp8"))
+        return self.cache.layout.stored(kv)
 
     def publish(self, x: Tensor, rows: Rows, step: Step) -> None:
         """Store the global entries and index keys of these rows; nothing on layers that own none."""
         if self.compressor is None:
             return
-        with step.clock.stage("projections"):
+        with step.clock.stage(Stage.PROJECTIONS):
             main, keys, entries = self.compressor.publish(x, rows, self.cache)
         self._record(step, "attn.compressed_kv", main, entries.request_ids)
         self._record(step, "index.keys", keys, entries.request_ids)
 
     def write_window(self, x: Tensor, rows: Rows) -> None:
         """Compute and store the window entries of rows that do not run this layer."""
-        self.cache.write_window(self.layer.layer_id, self.window_entries(x, *self.rope.cos_sin(rows.positions)), rows)
+        activation = self.epilogue.activation(x, rows.phase, in_place=False)
+        self.cache.write_window(self.layer.layer_id, self.window_entries(activation, rows), rows)
 
     def forward(self, x: Tensor, rows: Rows, step: Step) -> Tensor:
         """Attend; global entries of these rows must have been published.
@@ -80,29 +78,32 @@ class AttentionLayer:
         Returns:
             `[T, H]`.
         """
-        weights, eps = self.weights, self.config.rms_norm_eps
-        with step.clock.stage("projections"):
-            cos, sin = self.rope.cos_sin(rows.positions)
-            qr = rms_norm(quantized_linear(x, weights.wq_a, self.activation_quantization), weights.q_norm, eps)
-            q = quantized_linear(qr, weights.wq_b, self.activation_quantization)
-            q = apply_rope(q.unflatten(-1, (-1, self.config.head_dim)), cos, sin)
-            window = self.window_entries(x, cos, sin)
+        weights, epilogue, phase = self.weights, self.epilogue, rows.phase
+        with step.clock.stage(Stage.PROJECTIONS):
+            angles = rows.angles(self.rope)
+            activation = epilogue.activation(x, phase, in_place=False)
+            qr = F.linear(activation, weights.wq_a)
+            qr = epilogue.run(qr, phase, norm=weights.q_norm, quantization=epilogue.activations)
+            q = F.linear(qr, weights.wq_b).unflatten(-1, (-1, self.config.head_dim))
+            q = epilogue.run(q, phase, angles=angles)
+            window = self.window_entries(activation, rows)
         self._record(step, "attn.window_kv", window, rows.request_ids)
         if self.layer.is_index_source:
-            self._select(x, qr, cos, sin, rows, step)
-        with step.clock.stage("attention"):
-            heads = self._attend(q, window, cos, sin, rows, step)
+            self._select(x, qr, rows, step)
+        with step.clock.stage(Stage.ATTENTION):
+            heads = self._attend(q, window, angles, rows, step)
+        with step.clock.stage(Stage.KEY_GATHER):
             self.cache.write_window(self.layer.layer_id, window, rows)
-        with step.clock.stage("projections"):
-            output = self._project(heads)
+        with step.clock.stage(Stage.PROJECTIONS):
+            output = self._project(heads, phase)
         self._record(step, "attn.out", output, rows.request_ids)
         return output
 
-    def _attend(self, q: Tensor, window: Tensor, cos: Tensor, sin: Tensor, rows: Rows, step: Step) -> Tensor:
+    def _attend(self, q: Tensor, window: Tensor, angles: Angles, rows: Rows, step: Step) -> Tensor:
         source = self.layer.kv_source
         outputs = []
         for index, (batch, *parts) in enumerate(
-            zip(rows.batches, *(rows.split(t) for t in (q, window, cos, sin)), strict=True)
+            zip(rows.batches, *(rows.split(t) for t in (q, window, *angles)), strict=True)
         ):
             operator = self.attention[batch.phase]
             heads = operator.run(
@@ -119,21 +120,20 @@ class AttentionLayer:
             )
             who = f"the attention operator of {self.name} ({batch.phase})"
             outputs.append(checked(heads, parts[0].shape, q.dtype, q.device, who))
-        return torch.cat(outputs) if outputs else torch.empty_like(q)
+        return outputs[0] if len(outputs) == 1 else torch.cat([q[:0], *outputs])
 
-    def _select(self, x: Tensor, qr: Tensor, cos: Tensor, sin: Tensor, rows: Rows, step: Step) -> None:
+    def _select(self, x: Tensor, qr: Tensor, rows: Rows, step: Step) -> None:
         """Run the indexer and leave its selection (and candidates) in the step."""
         weights, config = self.weights.indexer, self.config
         assert weights is not None and self.layer.kv_source is not None
-        with step.clock.stage("projections"):
-            q = quantized_linear(qr, weights.wq_b, self.activation_quantization)
-            q = apply_rope(q.unflatten(-1, (-1, config.index_head_dim)), cos, sin)
-            q = qdq_mxfp4(q) if self.quantize_kv else q
-            scale = config.index_head_dim**-0.5 * config.index_n_heads**-0.5
-            head_weights = (linear(x, weights.weights_proj).float() * scale).to(x.dtype)
+        with step.clock.stage(Stage.PROJECTIONS):
+            q = F.linear(qr, weights.wq_b).unflatten(-1, (-1, config.index_head_dim))
+            angles, quantization = rows.angles(self.rope), self.epilogue.kv("mxfp4")
+            q = self.epilogue.run(q, rows.phase, angles=angles, quantization=quantization)
+            head_weights = F.linear(x, weights.weights_proj) * (config.index_head_dim * config.index_n_heads) ** -0.5
         self._record(step, "index.query", q, rows.request_ids)
         self._record(step, "index.head_weights", head_weights, rows.request_ids)
-        with step.clock.stage("indexer"):
+        with step.clock.stage(Stage.INDEXER):
             outputs = []
             for index, (batch, q_part, w_part) in enumerate(
                 zip(rows.batches, rows.split(q), rows.split(head_weights), strict=True)
@@ -175,11 +175,14 @@ class AttentionLayer:
             )
         return output
 
-    def _project(self, heads: Tensor) -> Tensor:
+    def _project(self, heads: Tensor, phase: Phase) -> Tensor:
         """Grouped output projection (spec 3.8); `wo_a` never has quantised inputs."""
         groups = heads.unflatten(1, (self.config.o_groups, -1)).flatten(2)
-        low = torch.einsum("tgd,grd->tgr", groups, self.weights.wo_a)
-        return quantized_linear(low.flatten(1), self.weights.wo_b, self.activation_quantization)
+        low = heads.new_empty(*groups.shape[:2], self.config.o_lora_rank)
+        torch.bmm(
+            groups.transpose(0, 1), self.weights.wo_a.mT, out=low.transpose(0, 1)
+        )  # writes rows where they belong
+        return F.linear(self.epilogue.activation(low.flatten(1), phase), self.weights.wo_b)
 
     def _record(self, step: Step, name: str, value: Tensor, request_ids: Tensor) -> None:
         if step.recorder.wants(f"{self.name}.{name}"):

@@ -11,11 +11,12 @@ from torch import Tensor
 from minideepinfer.config import LayerSchedule, TextConfig
 from minideepinfer.model.attention import AttentionLayer
 from minideepinfer.model.engram import engram_values, inject, start_fetch
+from minideepinfer.model.epilogue import Epilogue
 from minideepinfer.model.hyper_connections import HyperConnections, Site
 from minideepinfer.model.rows import Rows
 from minideepinfer.model.step import Step
 from minideepinfer.model.weights import LayerWeights
-from minideepinfer.operators import CommOperator, Entered, MoeOperator, Phase
+from minideepinfer.operators import CommOperator, Entered, MoeOperator, Phase, Stage
 from minideepinfer.operators.results import checked
 
 
@@ -48,7 +49,7 @@ class Block:
         attention_site: where attention takes its input.
         moe_site: where the experts take theirs.
         following: the attention site of the next block; None if Engram, or nothing, lies between.
-        activation_quantization: `released` or `none`.
+        epilogue: what follows a dense product.
     """
 
     layer: LayerSchedule
@@ -62,7 +63,7 @@ class Block:
     attention_site: Site
     moe_site: Site
     following: Site | None
-    activation_quantization: str
+    epilogue: Epilogue
 
     @property
     def name(self) -> str:
@@ -90,12 +91,12 @@ class Block:
                 entered = entered.rows(step.narrowing.kept)
         self._record_site(step, "hc_attn", entered, rows)
         output = self.attention.forward(entered.x, rows, step)
-        with step.clock.stage("mhc"):
+        with step.clock.stage(Stage.MIXING):
             entered = self.mixing.advance(entered, output, self.moe_site, rows.phase)
         self._record_site(step, "hc_ffn", entered, rows)
         self.record(step, "ffn.in", entered.x, rows)
         output = self.experts(entered.x, rows, step)
-        with step.clock.stage("mhc"):
+        with step.clock.stage(Stage.MIXING):
             after = self._leave(entered, output, rows)
         self.record(step, "streams_out", after.streams, rows)
         self.record(step, "next_pre_mix", after.pre, rows)
@@ -103,7 +104,7 @@ class Block:
 
     def _enter(self, streams: Tensor, pre: Tensor, rows: Rows, step: Step) -> Entered:
         streams = self.add_engram(streams, rows, step)
-        with step.clock.stage("mhc"):
+        with step.clock.stage(Stage.MIXING):
             return self.mixing.enter(streams, pre, self.attention_site, rows.phase)
 
     def _leave(self, entered: Entered, output: Tensor, rows: Rows) -> HandOver:
@@ -113,10 +114,26 @@ class Block:
         following = self.mixing.advance(entered, output, self.following, rows.phase)
         return HandOver(following.streams, pre, following)
 
+    def prepare(self, step: Step) -> None:
+        """Do the host's work for this block; before the first one, since copies from the host wait for the device."""
+        entering = step.rows_entering(self.layer)
+        rows = step.source if self.layer.is_candidate_source else entering
+        if self.layer.is_kv_source:
+            entering.entries(self.layer.compress_ratio)
+        if self.layer.is_candidate_source and step.narrowing is not None:
+            step.narrowing.dropped_rows.ring_places(self.attention.cache.ring_size)
+        rows.ring_places(self.attention.cache.ring_size)
+        for batch in rows.batches:
+            step.prepared(self.attention.attention[batch.phase], batch)
+            if self.layer.is_index_source:
+                step.prepared(self.attention.indexer[batch.phase], batch)
+        step.prepared(self.moe[rows.phase], rows.batches)
+        step.exchange(self.comm, self.layer)
+
     def start(self, step: Step) -> None:
         """Send for Engram rows, where the block has any; before the first block, so that they travel meanwhile."""
         if self.weights.engram is not None:
-            with step.clock.stage("engram"):
+            with step.clock.stage(Stage.ENGRAM):
                 row_ids = step.engram_rows_of(self.layer)
                 step.fetched[self.layer.layer_id] = start_fetch(row_ids, self.weights.engram, self.comm)
 
@@ -126,11 +143,12 @@ class Block:
             return streams
         if self.layer.layer_id not in step.fetched:
             self.start(step)
-        with step.clock.stage("engram"):
+        with step.clock.stage(Stage.ENGRAM):
             row_ids = step.engram_rows_of(self.layer)
+            weights, dtype = self.weights.engram, streams.dtype
             fetched = step.fetched.pop(self.layer.layer_id).wait()
-            values = engram_values(row_ids, fetched, self.weights.engram, streams.dtype, self.activation_quantization)
-            streams = inject(streams, values, self.weights.engram, self.config)
+            values = engram_values(row_ids, fetched, weights, dtype, self.epilogue, rows.phase)
+            streams = inject(streams, values, weights, self.config)
         self.record(step, "engram.hash_ids", row_ids, rows)
         self.record(step, "engram.streams_out", streams, rows)
         return streams
@@ -144,7 +162,7 @@ class Block:
             self.record(step, "ffn.expert_ids", ids, rows)
             self.record(step, "ffn.expert_weights", scores, rows)
             routing = routing or (ids, scores)
-        with step.clock.stage("experts"):
+        with step.clock.stage(Stage.GROUPED_GEMM):
             metadata = step.prepared(operator, rows.batches)
             exchange = step.exchange(self.comm, self.layer)
             output = operator.run(x, weights, exchange, metadata, routing)

@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from minideepinfer.cache.kv_cache import KVCache
-from minideepinfer.config import LayerSchedule, TextConfig
-from minideepinfer.model.linear import linear, rms_norm
-from minideepinfer.model.rope import RotaryTable, apply_rope
+from minideepinfer.config import LayerSchedule
+from minideepinfer.model.epilogue import Epilogue
+from minideepinfer.model.linear import wide_linear
+from minideepinfer.model.rope import RotaryTable
 from minideepinfer.model.rows import EntryRows, Rows
 from minideepinfer.model.weights import CompressorWeights
-from minideepinfer.quantization import qdq_mxfp4, qdq_nvfp4
+from minideepinfer.operators import Phase
 
 
 class Compressor:
     """Publishes one entry for every `compress_ratio` tokens."""
 
-    def __init__(
-        self, layer: LayerSchedule, weights: CompressorWeights, config: TextConfig, rope: RotaryTable, quantize: bool
-    ) -> None:
+    def __init__(self, layer: LayerSchedule, weights: CompressorWeights, rope: RotaryTable, epilogue: Epilogue) -> None:
         self.layer = layer
         self.weights = weights
-        self.eps = config.rms_norm_eps
         self.rope = rope
-        self.quantize = quantize
+        self.epilogue = epilogue
 
     def publish(self, x: Tensor, rows: Rows, cache: KVCache) -> tuple[Tensor, Tensor, EntryRows]:
         """Compute the entries that these rows complete and store them; carry what stays unpaired.
@@ -38,23 +37,22 @@ class Compressor:
             Main entries `[N, head_dim]` and index keys `[N, index_head_dim]` as stored, and where they went.
         """
         entries = rows.entries(self.layer.compress_ratio)
-        latent = self._latent(x, entries, cache)
-        cos, sin = self.rope.cos_sin(entries.positions)
-        main = apply_rope(latent, cos, sin)
-        keys = apply_rope(rms_norm(linear(latent, self.weights.wk), self.weights.k_norm, self.eps), cos, sin)
-        if self.quantize:
-            main, keys = qdq_nvfp4(main), qdq_mxfp4(keys)
+        weights, epilogue, angles = self.weights, self.epilogue, entries.angles(self.rope)
+        latent = self._latent(x, entries, cache, rows.phase)
+        keys = F.linear(latent, weights.wk)
+        keys = epilogue.run(keys, rows.phase, norm=weights.k_norm, angles=angles, quantization=epilogue.kv("mxfp4"))
+        main = epilogue.run(latent, rows.phase, angles=angles, quantization=epilogue.kv("nvfp4"))
         cache.write_entries(self.layer.layer_id, main, keys, entries)
         return main, keys, entries
 
-    def _latent(self, x: Tensor, entries: EntryRows, cache: KVCache) -> Tensor:
+    def _latent(self, x: Tensor, entries: EntryRows, cache: KVCache, phase: Phase) -> Tensor:
         weights = self.weights
-        if weights.wgate is None:
-            pooled = linear(x[entries.rows], weights.wkv)
+        if self.layer.compress_ratio == 1:
+            pooled = F.linear(x, weights.wkv)  # every row is an entry
         else:
-            pair = torch.stack([linear(x.float(), weights.wkv), linear(x.float(), weights.wgate)], dim=1)
+            pair = wide_linear(x, weights.wkv).unflatten(1, (2, -1))
             pooled = self._pool(pair, entries, cache.pending[self.layer.layer_id]).to(x.dtype)
-        return rms_norm(pooled, weights.norm, self.eps)
+        return self.epilogue.run(pooled, phase, norm=weights.norm)
 
     @staticmethod
     def _pool(pair: Tensor, entries: EntryRows, pending: Tensor) -> Tensor:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from minideepinfer.config import TextConfig
 from minideepinfer.errors import OperatorError
-from minideepinfer.model.linear import quantized_linear
+from minideepinfer.model.epilogue import Epilogue
 from minideepinfer.model.weights import EngramWeights
-from minideepinfer.operators import CommOperator, Pending
+from minideepinfer.operators import CommOperator, Pending, Phase
 from minideepinfer.operators.results import checked
 from minideepinfer.quantization import decode_fp8_rows
 
@@ -30,7 +31,12 @@ def start_fetch(row_ids: Tensor, weights: EngramWeights, comm: CommOperator) -> 
 
 
 def engram_values(
-    row_ids: Tensor, fetched: Sequence[Tensor], weights: EngramWeights, dtype: torch.dtype, activation_quantization: str
+    row_ids: Tensor,
+    fetched: Sequence[Tensor],
+    weights: EngramWeights,
+    dtype: torch.dtype,
+    epilogue: Epilogue,
+    phase: Phase,
 ) -> Tensor:
     """Decode and project fetched rows; needs nothing of the streams.
 
@@ -39,7 +45,8 @@ def engram_values(
         fetched: what `start_fetch` brought.
         weights: projection.
         dtype: compute dtype.
-        activation_quantization: `released` or `none`.
+        epilogue: rounds the projection's input, where that is asked for.
+        phase: of the rows.
 
     Returns:
         `[T, S + 1, H]`: a key for each stream, then the value.
@@ -56,7 +63,7 @@ def engram_values(
         for rows, table in zip(fetched, tables, strict=True)
     )
     memory = decode_fp8_rows(codes, scales, dtype).view(*row_ids.shape, codes.shape[-1]).flatten(1)
-    projected = quantized_linear(memory, weights.wkv, activation_quantization)
+    projected = F.linear(epilogue.activation(memory, phase), weights.wkv)
     streams, width = weights.q_weight.shape
     return projected.view(len(row_ids), streams + 1, width)
 

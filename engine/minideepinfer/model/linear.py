@@ -1,4 +1,4 @@
-"""Norm and products with the release's rounding: float32 inside, one rounding to the compute dtype."""
+"""Norm and products with the release's rounding: float32 inside."""
 
 from __future__ import annotations
 
@@ -25,17 +25,19 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (weight.float() * normed).to(x.dtype)
 
 
-def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """`x @ weight.T` in x's dtype.
+def wide_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """`x @ weight.T` as float32 numbers: products of bfloat16 numbers are exact in float32, and summed there.
 
     Args:
-        x: `[..., K]`.
+        x: `[T, K]`.
         weight: `[O, K]`, same dtype as x.
 
     Returns:
-        `[..., O]`.
+        float32 `[T, O]`.
     """
-    return F.linear(x, weight)
+    if x.is_cuda and x.dtype is torch.bfloat16:
+        return torch.mm(x, weight.T, out_dtype=torch.float32)
+    return F.linear(x.float(), weight.float())
 
 
 def quantized_linear(x: Tensor, weight: Tensor, activation_quantization: str) -> Tensor:
@@ -49,4 +51,4 @@ def quantized_linear(x: Tensor, weight: Tensor, activation_quantization: str) ->
     Returns:
         `[..., O]`.
     """
-    return linear(qdq_fp8(x) if activation_quantization == "released" else x, weight)
+    return F.linear(qdq_fp8(x) if activation_quantization == "released" else x, weight)

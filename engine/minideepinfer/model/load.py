@@ -57,7 +57,7 @@ class WeightLoader:
             progress(layer.layer_id, self.config.num_hidden_layers)
             layers.append(self._layer(layer))
         progress(self.config.num_hidden_layers, self.config.num_hidden_layers)
-        return ModelWeights(embed, self._float("head.weight"), self._float("norm.weight"), layers)
+        return ModelWeights(embed, self._matrix("head.weight"), self._float("norm.weight"), layers)
 
     def _stored(self, name: str) -> Tensor:
         return self.checkpoint.tensor(name).to(self.device)
@@ -102,11 +102,9 @@ class WeightLoader:
         )
 
     def _compressor(self, prefix: str, layer: LayerSchedule) -> CompressorWeights:
-        pools = layer.compress_ratio > 1  # then products and gate are float32 (spec 2.3)
-        read = self._float if pools else self._matrix
+        parts = ("wkv", "wgate") if layer.compress_ratio > 1 else ("wkv",)
         return CompressorWeights(
-            wkv=read(f"{prefix}.compressor.wkv.weight"),
-            wgate=self._float(f"{prefix}.compressor.wgate.weight") if pools else None,
+            wkv=torch.cat([self._matrix(f"{prefix}.compressor.{part}.weight") for part in parts]),
             norm=self._float(f"{prefix}.compressor.norm.weight"),
             wk=self._matrix(f"{prefix}.indexer.wk.weight"),
             k_norm=self._float(f"{prefix}.indexer.k_norm.weight"),

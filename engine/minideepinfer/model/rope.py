@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from minideepinfer.config.model import RopeScaling, TextConfig
+
+
+class Angles(NamedTuple):
+    """Cosine and sine of every position's angles, float32 `[T, C]` each."""
+
+    cos: Tensor
+    sin: Tensor
 
 
 class RotaryTable:
@@ -34,17 +42,14 @@ class RotaryTable:
             frequencies = _yarn(_base_frequencies(dim, theta), dim, theta, config.rope_scaling)
         return cls(frequencies.to(device, torch.float32))
 
-    def cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def angles(self, positions: Tensor) -> Angles:
         """Cosine and sine of `position * frequency`, all in float32.
 
         Args:
             positions: integer `[T]`.
-
-        Returns:
-            Two float32 `[T, C]`.
         """
-        angles = positions.float().unsqueeze(-1) * self.frequencies
-        return angles.cos(), angles.sin()
+        radians = positions.float().unsqueeze(-1) * self.frequencies
+        return Angles(radians.cos(), radians.sin())
 
 
 def yarn_range(dim: int, theta: float, scaling: RopeScaling) -> tuple[int, int]:

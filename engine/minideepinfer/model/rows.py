@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from minideepinfer.model.rope import Angles, RotaryTable
 from minideepinfer.operators import Batch, Phase
 
 
@@ -34,6 +36,21 @@ class EntryRows:
     places: Tensor
     open_rows: Tensor
     open_rings: Tensor
+    _angles: dict[RotaryTable, Angles] = field(default_factory=dict, init=False)
+
+    def angles(self, rope: RotaryTable) -> Angles:
+        """Those of the entries' positions, the same for all layers of a table."""
+        if rope not in self._angles:
+            self._angles[rope] = rope.angles(self.positions)
+        return self._angles[rope]
+
+
+class RingPlaces(NamedTuple):
+    """Rows whose window entries a ring still holds after the step, int64 `[N]`, and where: `rings`, `slots` `[N]`."""
+
+    rows: Tensor
+    rings: Tensor
+    slots: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,8 +68,9 @@ class Rows:
     block_table: Tensor
     page_tokens: int
     batches: tuple[Batch, ...]
-    _ring_rows: dict[int, Tensor] = field(default_factory=dict)
+    _ring_places: dict[int, RingPlaces] = field(default_factory=dict)
     _entries: dict[int, EntryRows] = field(default_factory=dict)
+    _angles: dict[RotaryTable, Angles] = field(default_factory=dict, init=False)
 
     @classmethod
     def pack(
@@ -132,15 +150,23 @@ class Rows:
         parts: tuple[Tensor, ...] = packed.split([batch.num_tokens for batch in self.batches])
         return parts
 
-    def ring_rows(self, ring_size: int) -> Tensor:
-        """Rows whose window entry a ring of this size still holds after the step, int64."""
-        if ring_size not in self._ring_rows:
-            rows, begin = [torch.empty(0, dtype=torch.int64)], 0
+    def angles(self, rope: RotaryTable) -> Angles:
+        """Those of the rows' positions, the same for all layers of a table."""
+        if rope not in self._angles:
+            self._angles[rope] = rope.angles(self.positions)
+        return self._angles[rope]
+
+    def ring_places(self, ring_size: int) -> RingPlaces:
+        """Where the window entries of these rows go in rings of a size; of a request with more rows, the last ones."""
+        if ring_size not in self._ring_places:
+            parts, begin = [torch.empty(0, dtype=torch.int64)], 0
             for length in self.seqlens:
-                rows.append(torch.arange(begin + max(0, length - ring_size), begin + length))
+                parts.append(torch.arange(begin + max(0, length - ring_size), begin + length))
                 begin += length
-            self._ring_rows[ring_size] = torch.cat(rows).to(self.positions.device)
-        return self._ring_rows[ring_size]
+            rows = torch.cat(parts).to(self.positions.device)
+            rings, slots = self.ring_table[self.request_ids[rows]], self.positions[rows] % ring_size
+            self._ring_places[ring_size] = RingPlaces(rows, rings, slots)
+        return self._ring_places[ring_size]
 
     def entries(self, ratio: int) -> EntryRows:
         """The entries these rows complete at a ratio, and the pairs they leave open."""

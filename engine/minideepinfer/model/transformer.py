@@ -9,11 +9,12 @@ from torch import Tensor
 
 from minideepinfer.config import TextConfig
 from minideepinfer.model.block import Block, HandOver
+from minideepinfer.model.epilogue import Epilogue
 from minideepinfer.model.hyper_connections import HyperConnections
-from minideepinfer.model.linear import rms_norm
+from minideepinfer.model.linear import wide_linear
 from minideepinfer.model.step import Step
 from minideepinfer.model.weights import ModelWeights
-from minideepinfer.operators import CommOperator
+from minideepinfer.operators import CommOperator, Phase, Stage
 
 
 class TextModel:
@@ -26,6 +27,7 @@ class TextModel:
         blocks: Sequence[Block],
         mixing: HyperConnections,
         comm: CommOperator,
+        epilogue: Epilogue,
         dtype: torch.dtype,
     ) -> None:
         self.config = config
@@ -33,6 +35,7 @@ class TextModel:
         self.blocks = tuple(blocks)
         self.mixing = mixing
         self.comm = comm
+        self.epilogue = epilogue
         self.dtype = dtype
 
     def embed(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -56,14 +59,16 @@ class TextModel:
         blocks = [block for block in self.blocks if step.rows_anywhere(block.layer)]
         for block in blocks:
             block.start(step)
-        with step.clock.stage("embedding"):
+        for block in blocks:
+            block.prepare(step)
+        with step.clock.stage(Stage.HEAD):
             streams, pre = self.embed(step.token_ids)
         state = HandOver(streams, pre)
         if step.recorder.wants("embed"):
             step.recorder.record("embed", streams[:, 0], step.encoder.request_ids)
         for block in blocks:
             state = block.forward(state, step)
-        with step.clock.stage("mhc"):
+        with step.clock.stage(Stage.MIXING):
             return self.mixing.collapse(state.streams, state.pre, step.decoder.phase)
 
     def logits(self, hidden: Tensor, step: Step, rows: Tensor) -> Tensor:
@@ -77,17 +82,17 @@ class TextModel:
         Returns:
             float32 `[N, vocab]`.
         """
-        with step.clock.stage("head"):
-            normed = self.normalize(hidden[rows])
+        with step.clock.stage(Stage.HEAD):
+            normed = self.normalize(hidden[rows], step.decoder.phase)
             logits = self.head(normed)
         if step.recorder.wants("final.normed"):
             step.recorder.record("final.normed", normed, step.decoder.request_ids[rows])
         return logits
 
-    def normalize(self, hidden: Tensor) -> Tensor:
-        """The final norm, `[N, H]`."""
-        return rms_norm(hidden, self.weights.norm, self.config.rms_norm_eps)
+    def normalize(self, hidden: Tensor, phase: Phase) -> Tensor:
+        """The final norm, `[N, H]`; may overwrite what it is given."""
+        return self.epilogue.run(hidden, phase, norm=self.weights.norm)
 
     def head(self, normed: Tensor) -> Tensor:
         """float32 logits `[N, vocab]` of normalised rows `[N, H]`."""
-        return normed.float() @ self.weights.head.T
+        return wide_linear(normed, self.weights.head)

@@ -14,15 +14,13 @@ class CompressorWeights:
     """Global entries and index keys of a KV source.
 
     Attributes:
-        wkv: `[head_dim, H]`, float32 at ratio 2, compute dtype at ratio 1 (spec 2.3).
-        wgate: float32 `[head_dim, H]`, None at ratio 1.
+        wkv: `[head_dim, H]`; at ratio 2 `[2 * head_dim, H]`, the values' rows above the gates'.
         norm: float32 `[head_dim]`.
         wk: `[index_head_dim, head_dim]`.
         k_norm: float32 `[index_head_dim]`.
     """
 
     wkv: Tensor
-    wgate: Tensor | None
     norm: Tensor
     wk: Tensor
     k_norm: Tensor
@@ -96,7 +94,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, eq=False)
 class ModelWeights:
-    """The text model: `embed` `[vocab, H]` as stored, `head` float32 `[vocab, H]`, `norm` float32 `[H]`; its blocks."""
+    """The text model: `embed` `[vocab, H]` as stored, `head` `[vocab, H]`, `norm` float32 `[H]`; its blocks."""
 
     embed: Tensor
     head: Tensor

@@ -7,7 +7,8 @@ from minideepinfer.operators.attention import AttentionOperator
 from minideepinfer.operators.batch import Batch
 from minideepinfer.operators.build import OperatorBuilder, build
 from minideepinfer.operators.comm import Arrived, CommOperator, Dispatched, Pending, TokenExchange
-from minideepinfer.operators.context import BuildContext, NoClock, StageClock
+from minideepinfer.operators.context import BuildContext, NoClock, Stage, StageClock
+from minideepinfer.operators.cost import Cost
 from minideepinfer.operators.declaration import (
     CONTRACT_VERSION,
     OperatorDeclaration,
@@ -19,6 +20,7 @@ from minideepinfer.operators.declaration import (
     Tier,
     interpreting,
 )
+from minideepinfer.operators.epilogue import EpilogueOperator, Quantization
 from minideepinfer.operators.families import FAMILIES
 from minideepinfer.operators.hookspecs import ENTRY_POINT_GROUP, hookimpl
 from minideepinfer.operators.indexer import IndexerOperator
@@ -27,6 +29,7 @@ from minideepinfer.operators.plan import Plan, PlanKey, PlannedOperator
 from minideepinfer.operators.problem import (
     AttentionProblem,
     CommProblem,
+    EpilogueProblem,
     IndexerProblem,
     MoeProblem,
     Problem,
@@ -50,8 +53,11 @@ __all__ = [
     "Coefficients",
     "CommOperator",
     "CommProblem",
+    "Cost",
     "Dispatched",
     "Entered",
+    "EpilogueOperator",
+    "EpilogueProblem",
     "HyperConnectionWeights",
     "IndexerOperator",
     "IndexerOutput",
@@ -73,11 +79,13 @@ __all__ = [
     "PlannedOperator",
     "Problem",
     "Properties",
+    "Quantization",
     "RegisteredOperator",
     "ResidualOperator",
     "ResidualProblem",
     "Selection",
     "SharedExpert",
+    "Stage",
     "StageClock",
     "Support",
     "Tier",

@@ -1,6 +1,6 @@
 """The operator families of this engine."""
 
-FAMILIES: tuple[str, ...] = ("attention", "indexer", "moe", "comm", "residual")
+FAMILIES: tuple[str, ...] = ("attention", "indexer", "moe", "comm", "residual", "epilogue")
 """Operator families, in the order in which reports list them."""
 
 BITWISE = ("comm",)
@@ -12,5 +12,6 @@ METHODS: dict[str, tuple[str, ...]] = {
     "moe": ("transform_weights", "prepare", "route", "run"),
     "comm": ("prepare", "all_gather", "reduce_scatter", "fetch_rows"),
     "residual": ("transform_weights", "enter", "advance", "mix", "collapse"),
+    "epilogue": ("run",),
 }
 """What a built operator of a family can do: the methods of its protocol."""

@@ -148,3 +148,18 @@ class ResidualProblem(Problem):
     sinkhorn_iterations: int
     rms_norm_eps: float
     hc_eps: float
+
+
+@dataclass(frozen=True)
+class EpilogueProblem(Problem):
+    """What follows dense products, everywhere in the model.
+
+    Attributes:
+        widths: every number of channels that is asked for, ascending.
+        rope_dim: channels that are rotated, where any are.
+        rms_norm_eps: added to mean squares.
+    """
+
+    widths: tuple[int, ...]
+    rope_dim: int
+    rms_norm_eps: float

@@ -13,7 +13,9 @@ from minideepinfer.cache.kv_cache import KVCache
 from minideepinfer.config import EngineConfig, LayerSchedule, TextConfig
 from minideepinfer.model.attention import AttentionLayer
 from minideepinfer.model.block import Block
+from minideepinfer.model.epilogue import Epilogue
 from minideepinfer.model.hyper_connections import HyperConnections, Site
+from minideepinfer.model.rope import RotaryTable
 from minideepinfer.model.transformer import TextModel
 from minideepinfer.model.weights import LayerWeights, ModelWeights
 from minideepinfer.operators import CommOperator, HyperConnectionWeights, Phase, RegisteredOperator
@@ -32,6 +34,7 @@ def assemble(
     dtype: torch.dtype,
     comm: CommOperator | None = None,
     keep_weights: bool = False,
+    moe_weights: Mapping[int, Mapping[Phase, Any]] | None = None,
 ) -> TextModel:
     """Build the operators of a plan and give every block its own.
 
@@ -46,11 +49,12 @@ def assemble(
         dtype: compute dtype.
         comm: used in place of the plan's comm operator, by benchmarks that make the other ranks up.
         keep_weights: leave `moe` in the layers, for tests that look at what was loaded.
+        moe_weights: by layer, what the plan's operators made of `moe` earlier; these layers need none.
 
     Raises:
         PluginError: an operator's code cannot be imported or built.
     """
-    parts = _Parts(config, engine, cache, plan, builder, comm)
+    parts = _Parts(config, engine, cache, plan, builder, comm, moe_weights or {})
     sites = [parts.sites(w) for w in weights.layers]
     following = [None if w.engram else first for (first, _), w in zip(sites, weights.layers, strict=True)][1:]
     blocks = []
@@ -58,7 +62,7 @@ def assemble(
         blocks.append(parts.block(config.layers[index], weights.layers[index], own, behind))
         if not keep_weights:
             weights.layers[index] = replace(weights.layers[index], moe=None)
-    return TextModel(config, weights, blocks, parts.mixing, parts.comm, dtype)
+    return TextModel(config, weights, blocks, parts.mixing, parts.comm, parts.epilogue, dtype)
 
 
 class _Parts:
@@ -70,15 +74,23 @@ class _Parts:
         plan: Plan,
         builder: OperatorBuilder,
         comm: CommOperator | None,
+        moe_weights: Mapping[int, Mapping[Phase, Any]],
     ) -> None:
         self.config = config
         self.engine = engine
         self.cache = cache
         self.plan = plan
         self.builder = builder
+        self.moe_weights = moe_weights
         # Ranks talk in the same way whatever rows they have: one comm operator for both phases.
         self.comm = comm or self._operators("comm", None)[Phase.PREFILL]
         self.mixing = HyperConnections(self._operators("residual", None))
+        self.epilogue = Epilogue(
+            self._operators("epilogue", None),
+            round_kv=engine.kv_quantization == "released",
+            round_activations=engine.activation_quantization == "released",
+        )
+        self._ropes: dict[bool, RotaryTable] = {}
 
     def sites(self, weights: LayerWeights) -> tuple[Site, Site]:
         """The attention site and the MoE site of a block."""
@@ -95,13 +107,14 @@ class _Parts:
             config=self.config,
             attention=self._attention(layer, weights),
             moe=moe,
-            moe_weights=self._transformed("moe", layer.layer_id, moe, weights.moe),
+            moe_weights=self.moe_weights.get(layer.layer_id)
+            or self._transformed("moe", layer.layer_id, moe, weights.moe),
             comm=self.comm,
             mixing=self.mixing,
             attention_site=sites[0],
             moe_site=sites[1],
             following=following,
-            activation_quantization=self.engine.activation_quantization,
+            epilogue=self.epilogue,
         )
 
     def _attention(self, layer: LayerSchedule, weights: LayerWeights) -> AttentionLayer:
@@ -112,9 +125,13 @@ class _Parts:
             self.cache,
             self._operators("attention", layer.layer_id),
             self._operators("indexer", layer.layer_id) if layer.is_index_source else {},
-            quantize_kv=self.engine.kv_quantization == "released",
-            activation_quantization=self.engine.activation_quantization,
+            self.epilogue,
+            self._rope(layer.compress_ratio, weights.attention.wq_a.device),
         )
+
+    def _rope(self, ratio: int, device: torch.device) -> RotaryTable:
+        """One table for all layers of its kind, so that a step computes its angles once."""
+        return self._ropes.setdefault(ratio == 0, RotaryTable.for_ratio(self.config, ratio, device))
 
     def _site(self, weights: HyperConnectionWeights, norm: Tensor) -> Site:
         return Site(self._transformed("residual", None, self.mixing.operators, weights), norm)

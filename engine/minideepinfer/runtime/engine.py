@@ -14,7 +14,7 @@ import torch
 
 from minideepinfer.cache.pages import PageAllocator
 from minideepinfer.errors import RequestError
-from minideepinfer.operators import Phase
+from minideepinfer.operators import Phase, Stage
 from minideepinfer.runtime.capture import Capture
 from minideepinfer.runtime.generation import Generation
 from minideepinfer.runtime.params import SamplingParams
@@ -174,7 +174,7 @@ class Engine:
     def _step(self, recorder: Capture | None) -> list[tuple[RequestLogits, Generation | None]]:
         """Run one step; the logits of each request that took part, and the generation that was given them."""
         begin, clock = time.perf_counter(), self.runner.clock
-        with clock.stage("other"):
+        with clock.stage(Stage.OTHER):
             scheduled = self.scheduler.schedule()
             results = self.runner.execute(scheduled, recorder)
             shares = self.runner.shares

@@ -12,6 +12,7 @@ from minideepinfer.operators import (
     TOKEN_INDICES,
     AttentionProblem,
     CommProblem,
+    EpilogueProblem,
     IndexerProblem,
     MoeProblem,
     Phase,
@@ -69,7 +70,7 @@ def resolve_cache_layout(engine_config: EngineConfig, dtype: str) -> str:
 def layer_problems(
     model_config: ModelConfig, engine_config: EngineConfig, device_type: str, capability: tuple[int, int] | None
 ) -> dict[tuple[str, int | None, Phase], Problem]:
-    """The problem of every operator call, by family, layer (None for comm and residual) and phase.
+    """The problem of every operator call, by family, layer (None for comm, residual and epilogue) and phase.
 
     Args:
         model_config: the checkpoint's facts.
@@ -85,6 +86,7 @@ def layer_problems(
         facts = _Facts(model_config, engine_config, phase, device_type, capability)
         problems["comm", None, phase] = facts.comm()
         problems["residual", None, phase] = facts.residual()
+        problems["epilogue", None, phase] = facts.epilogue()
         for layer in model_config.text_config.layers:
             problems["attention", layer.layer_id, phase] = facts.attention(layer)
             problems["moe", layer.layer_id, phase] = facts.moe()
@@ -177,5 +179,17 @@ class _Facts:
             sinkhorn_iterations=self.text.hc_sinkhorn_iters,
             rms_norm_eps=self.text.rms_norm_eps,
             hc_eps=self.text.hc_eps,
+            **self.shared,
+        )
+
+    def epilogue(self) -> EpilogueProblem:
+        text = self.text
+        widths = {text.q_lora_rank, text.head_dim, text.index_head_dim, text.hidden_size}
+        if self.engine.activation_quantization == "released":
+            widths |= {text.o_groups * text.o_lora_rank, text.engram_columns * text.engram_head_dim}
+        return EpilogueProblem(
+            widths=tuple(sorted(widths)),
+            rope_dim=text.qk_rope_head_dim,
+            rms_norm_eps=text.rms_norm_eps,
             **self.shared,
         )

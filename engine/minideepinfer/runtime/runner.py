@@ -9,8 +9,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from minideepinfer.cache.kv_cache import KVCache
-from minideepinfer.cache.layouts import cache_layout
 from minideepinfer.checkpoint import Checkpoint
 from minideepinfer.checkpoint.partition import Partition
 from minideepinfer.config import EngineConfig
@@ -18,22 +16,13 @@ from minideepinfer.model.engram_hash import EngramHash
 from minideepinfer.model.load import WeightLoader
 from minideepinfer.model.step import Forced
 from minideepinfer.operators import NoClock, Phase, StageClock
-from minideepinfer.operators.build import OperatorBuilder
-from minideepinfer.operators.registry import OperatorRegistry, load_registry
-from minideepinfer.operators.resolve import resolve
+from minideepinfer.operators.registry import OperatorRegistry
 from minideepinfer.runtime.agreement import agree, facts
-from minideepinfer.runtime.assembly import assemble
 from minideepinfer.runtime.batching import build_step, make_parts, wanted_rows
 from minideepinfer.runtime.capture import Capture
-from minideepinfer.runtime.problems import (
-    device_capability,
-    layer_problems,
-    resolve_cache_layout,
-    resolve_device,
-    resolve_dtype,
-)
 from minideepinfer.runtime.request import Request
 from minideepinfer.runtime.scheduler import ScheduledRequest
+from minideepinfer.runtime.setup import Setup
 from minideepinfer.runtime.tokenizer import load_tokenizer
 from minideepinfer.runtime.world import World
 
@@ -107,30 +96,20 @@ class Runner:
         self.clock = clock or NoClock()
         self.world = world or World()
         self.shares: list[StepShare] = []
-        self.device = resolve_device(engine_config)
-        dtype_name = resolve_dtype(engine_config, self.device.type)
-        dtype: torch.dtype = getattr(torch, dtype_name)
         with Checkpoint.open(path) as checkpoint:
             self.config = checkpoint.config
-            problems = layer_problems(self.config, engine_config, self.device.type, device_capability(self.device))
-            registry = registry or load_registry(engine_config.plugins.ignore)
-            self.plan = resolve(registry, engine_config, problems)
+            setup = Setup.of(self.config, engine_config, registry)
+            self.plan, self.device = setup.plan, setup.device
             agree(self.world, facts(engine_config, checkpoint, self.plan))
             self.tokenizer = load_tokenizer(checkpoint.path, self.config)
             self.engram_hash = EngramHash(self.config, self.tokenizer.backend, self.device)
             part = Partition(self.world.rank, self.world.size)
-            weights = WeightLoader(checkpoint, dtype, self.device, engine_config.engram, part).load(progress)
+            weights = WeightLoader(checkpoint, setup.dtype, self.device, engine_config.engram, part).load(progress)
             self.skipped_bytes = checkpoint.summary.skipped.bytes
             self.bytes_read = checkpoint.bytes_read
-        layout = cache_layout(resolve_cache_layout(engine_config, dtype_name))
-        text = self.config.text_config
-        self.cache = KVCache(text, engine_config.cache, layout, self.device)
         self.world.exchange("loaded", patient=True)  # or the first step would wait for those that still read
         self.world.connect(self.device)
-        builder = OperatorBuilder(self.device, self.clock)
-        self.model = assemble(
-            text, engine_config, weights, self.cache, self.plan, builder, dtype, keep_weights=keep_weights
-        )
+        self.cache, self.model = setup.build(weights, self.clock, keep_weights=keep_weights)
 
     @property
     def page_tokens(self) -> int:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, cast
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from minideepinfer.config import LayerSchedule
 from minideepinfer.model.block import Block, HandOver
+from minideepinfer.model.stand_in import around
 from minideepinfer.model.step import Forced, Step
 from minideepinfer.operators import Phase
 from minideepinfer.runtime.capture import Capture
@@ -32,27 +32,6 @@ _NEEDS = {
     "streams_out": ("attn.out", "ffn.out"),
 }
 """What mixing yields, and the sublayer outputs it is computed from."""
-
-
-@dataclass(frozen=True, eq=False)
-class _GoldenSublayer:
-    """Stands where a block has its attention layer or its MoE operator, and answers with a golden output."""
-
-    output: Tensor
-
-    def publish(self, *args: Any) -> None:
-        """No entries: nobody reads them."""
-
-    def forward(self, *args: Any) -> Tensor:
-        """The attention layer's output."""
-        return self.output
-
-    def prepare(self, *args: Any) -> None:
-        """Nothing to prepare."""
-
-    def run(self, *args: Any) -> Tensor:
-        """The MoE operator's output."""
-        return self.output
 
 
 class ModulePass:
@@ -196,14 +175,8 @@ class ModulePass:
 
         def call(span: Span, step: Step) -> None:
             rows = span.probe_rows
-            sublayer = cast(Any, _GoldenSublayer(moe[rows]))
-            around = replace(
-                block,
-                weights=weights,
-                attention=cast(Any, _GoldenSublayer(attention[rows])),
-                moe=dict.fromkeys(Phase, sublayer),
-            )
-            around.forward(HandOver(streams[rows], pre[rows]), step)
+            mixing = around(replace(block, weights=weights), attention[rows], moe[rows])
+            mixing.forward(HandOver(streams[rows], pre[rows]), step)
 
         own = self._captured(tuple(f"{block.name}.{name}" for name in _NEEDS), call, probes=True)
         for name, needs in _NEEDS.items():
@@ -233,7 +206,7 @@ class ModulePass:
         if streams is not None and pre is not None:
             collapsed = model.mixing.collapse(self._value(streams), pre.to(self.runner.device), Phase.PREFILL)
             self.comparison.values("norm", "final.collapsed", collapsed.cpu())
-            self.comparison.values("norm", "final.normed", model.normalize(collapsed).cpu())
+            self.comparison.values("norm", "final.normed", model.normalize(collapsed, Phase.PREFILL).cpu())
         normed = self.golden.get("final.normed")
         if normed is not None:
             own = model.head(self._value(normed)).cpu()

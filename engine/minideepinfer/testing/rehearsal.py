@@ -25,11 +25,12 @@ from minideepinfer.operators.plan import PlanKey, PlannedOperator
 from minideepinfer.runtime.request import Request
 from minideepinfer.runtime.runner import Runner
 from minideepinfer.runtime.scheduler import ScheduledRequest
-from minideepinfer.testing import residual_bounds
+from minideepinfer.testing import epilogue_bounds, residual_bounds
 from minideepinfer.testing.bounds import attention_bound, moe_bound
 from minideepinfer.testing.contract import Outputs, Violation
 from minideepinfer.testing.margins import is_close
 from minideepinfer.testing.recipes.attention import AttentionCase
+from minideepinfer.testing.recipes.epilogue import EpilogueCase
 from minideepinfer.testing.recipes.moe import MoeCase
 from minideepinfer.testing.recipes.residual import ResidualCase
 from minideepinfer.testing.variants import own_factor
@@ -58,6 +59,14 @@ def _residual_bounds(case: ResidualCase, outputs: Outputs) -> Outputs:
     return {name: bound(name) for name in outputs}
 
 
+def _epilogue_bounds(case: EpilogueCase, outputs: Outputs) -> Outputs:
+    def half(dtype: torch.dtype) -> Tensor:
+        right = epilogue_bounds.quantized(epilogue_bounds.before_rounding(case, dtype), case.quantization)
+        return (right.high - right.low) / 2
+
+    return {"y": _of_both(case.x.dtype, half)}
+
+
 def _of_both(dtype: torch.dtype, bound: Callable[[torch.dtype], Tensor]) -> Tensor:
     """What an operator in a dtype and the reference may be apart."""
     return bound(dtype) + bound(torch.float32)
@@ -67,6 +76,7 @@ BOUNDS: dict[str, Callable[[Any, Outputs], Outputs]] = {
     "attention": _attention_bounds,
     "moe": _moe_bounds,
     "residual": _residual_bounds,
+    "epilogue": _epilogue_bounds,
 }
 """By family the largest legal difference between two operators, for a case and each of its results. Results of other
 families are imposed (indexer) or the same bits (comm), so that they move no logits."""

@@ -57,10 +57,10 @@ def collapsed(streams: Tensor, pre: Tensor, norm_weight: Tensor | None, eps: flo
     value = (weight @ streams.double())[:, 0]
     size = (weight.abs() @ streams.double().abs())[:, 0]
     u = Approximate(value, (terms + 1) * FLOAT32 * size + (terms + 1) * FLUSHED * (size > 0)).rounded(UNIT[dtype])
-    return _padded(u if norm_weight is None else _normalised(u, norm_weight.double(), eps).rounded(UNIT[dtype]))
+    return _padded(u if norm_weight is None else normalised(u, norm_weight.double(), eps).rounded(UNIT[dtype]))
 
 
-def _normalised(u: Approximate, weight: Tensor, eps: float) -> Approximate:
+def normalised(u: Approximate, weight: Tensor, eps: float) -> Approximate:
     """Between the inverse roots of the smallest and the largest mean square; no normalised number exceeds sqrt(H)."""
     hidden, magnitude = u.value.shape[-1], u.value.abs()
     means = (hidden + 3) * FLOAT32

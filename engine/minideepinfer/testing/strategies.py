@@ -7,9 +7,11 @@ from dataclasses import replace
 import torch
 from hypothesis import strategies as st
 
+from minideepinfer.operators import Quantization
 from minideepinfer.testing.recipes.attention import PATTERNS, AttentionCase, AttentionRecipe
 from minideepinfer.testing.recipes.batch import BatchRecipe
 from minideepinfer.testing.recipes.comm import CommRecipe
+from minideepinfer.testing.recipes.epilogue import NUMBERS, EpilogueRecipe
 from minideepinfer.testing.recipes.indexer import ROLES, IndexerCase, IndexerRecipe
 from minideepinfer.testing.recipes.moe import ROUTINGS, MoeCase, MoeRecipe
 from minideepinfer.testing.recipes.residual import CALLS, PROJECTIONS, ResidualRecipe
@@ -137,6 +139,28 @@ def residual_recipes(dtypes: tuple[str, ...] = BOTH) -> st.SearchStrategy[Residu
         scale=st.sampled_from([1.0, 0.1, 20.0]),
         decode=st.booleans(),
         seed=SEEDS,
+    )
+
+
+@st.composite
+def epilogue_recipes(draw: st.DrawFn, dtypes: tuple[str, ...] = BOTH) -> EpilogueRecipe:
+    """Any legal call of an epilogue operator."""
+    quantization: Quantization = draw(st.sampled_from(("none", "fp8", "mxfp4", "nvfp4")))
+    widths = {"none": [1, 7, 32, 40, 103, 300], "nvfp4": [16, 48, 64, 144]}.get(quantization, [32, 64, 96, 320])
+    width = draw(st.sampled_from(widths))
+    return EpilogueRecipe(
+        tokens=draw(st.integers(0, 5)),
+        dtype=draw(st.sampled_from(dtypes)),
+        heads=draw(st.integers(0, 3)),
+        width=width,
+        norm=draw(st.booleans()),
+        pairs=0 if width % 2 else draw(st.sampled_from([0, 1, width // 2, width // 4])),
+        quantization=quantization,
+        in_place=draw(st.booleans()),
+        numbers=draw(st.sampled_from(NUMBERS)),
+        amplitude=draw(st.sampled_from([1.0, 1.0, 1e-10, 1e3])),
+        decode=draw(st.booleans()),
+        seed=draw(SEEDS),
     )
 
 

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from minideepinfer.model.step import Forced
-from minideepinfer.operators import Batch, Coefficients, Entered, Phase
+from minideepinfer.operators import Batch, Coefficients, Entered, Phase, Quantization
 from minideepinfer.operators.plan import PlanKey
 from minideepinfer.runtime.runner import Runner
 from minideepinfer.testing.contract import Outputs
 from minideepinfer.testing.recipes.attention import AttentionCase
+from minideepinfer.testing.recipes.epilogue import EpilogueCase
 from minideepinfer.testing.recipes.indexer import IndexerCase
 from minideepinfer.testing.recipes.moe import MoeCase
 from minideepinfer.testing.recipes.residual import ResidualCase
@@ -41,6 +42,7 @@ class Watch:
     def __post_init__(self) -> None:
         model = self.runner.model
         self._put(_Residual, None, model.mixing.operators)
+        self._put(_Epilogue, None, model.epilogue.operators)
         for block in model.blocks:
             layer, attention = block.layer.layer_id, block.attention
             self._put(_Attention, layer, attention.attention)
@@ -164,6 +166,22 @@ class _Residual(_Watched):
                 if site.weights[self.place[2]] is transformed:
                     return weights
         raise AssertionError("no site has these weights")
+
+
+class _Epilogue(_Watched):
+    family = "epilogue"
+
+    def run(
+        self,
+        x: Tensor,
+        norm_weight: Tensor | None,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        quantization: Quantization,
+        in_place: bool,
+    ) -> Tensor:
+        case = EpilogueCase(self.problem, x.clone(), norm_weight, cos, sin, quantization, in_place)
+        return self.visited(case, y=self.built.run(x, norm_weight, cos, sin, quantization, in_place))["y"]
 
 
 def _parts(site: Coefficients) -> Outputs:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 import triton
-from minideepinfer.operators import Batch, BuildContext, Selection
+from minideepinfer.operators import Batch, BuildContext, Selection, Stage
 from minideepinfer.operators.problem import AttentionProblem
 from torch import Tensor
 
@@ -30,6 +30,7 @@ class DirectAttention:
 
     def __init__(self, problem: AttentionProblem, device: torch.device) -> None:
         self.form = FORM
+        self.fuses = {Stage.KEY_GATHER: Stage.ATTENTION}
         self._window, self._ratio = problem.sliding_window, problem.compress_ratio
         self._no_sink = no_sink(problem.num_heads, device)
         self.programs = num_programs(device)

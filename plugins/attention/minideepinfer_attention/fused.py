@@ -20,5 +20,5 @@ def build(context: BuildContext) -> AttentionOperator:
     if problem.phase is Phase.DECODE:
         return DirectAttention(problem, context.device)
     if not problem.compress_ratio and problem.sliding_window <= LARGEST_WINDOW:
-        return WindowAttention(problem, context.device)
-    return SparseAttention(problem, context.device)
+        return WindowAttention(problem, context.device, context.clock)
+    return SparseAttention(problem, context.device, context.clock)

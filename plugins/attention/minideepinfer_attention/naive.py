@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from minideepinfer.model.rope import undo_rope
-from minideepinfer.operators import Batch, BuildContext, Selection
+from minideepinfer.operators import Batch, BuildContext, Selection, Stage, StageClock
 from minideepinfer.operators.problem import AttentionProblem
 from torch import Tensor
 
@@ -34,6 +34,10 @@ class _Keys:
     values: Tensor
     valid: Tensor
 
+    def followed_by(self, more: _Keys) -> _Keys:
+        """These keys and others behind them."""
+        return _Keys(torch.cat([self.values, more.values], 1), torch.cat([self.valid, more.valid], 1))
+
 
 class NaiveAttention:
     """See `AttentionOperator`.
@@ -45,8 +49,9 @@ class NaiveAttention:
     and channels are filled up to `_ALIGNED`: a matrix product may sum in another order where memory is not aligned.
     """
 
-    def __init__(self, problem: AttentionProblem) -> None:
+    def __init__(self, problem: AttentionProblem, clock: StageClock) -> None:
         self._problem = problem
+        self._clock = clock
 
     def prepare(self, batch: Batch) -> _Metadata:
         """Look up per row what belongs to its request."""
@@ -77,10 +82,10 @@ class NaiveAttention:
         output = torch.empty_like(q)
         for start in range(0, num_rows, _ROWS):
             rows = torch.arange(start, start + _ROWS, device=q.device).clamp(max=num_rows - 1)
-            keys = self._window_keys(window_new, window_ring, metadata, rows)
-            if selection is not None and global_kv is not None:
-                selected = _selected_keys(global_kv, selection, metadata, rows)
-                keys = _Keys(torch.cat([keys.values, selected.values], 1), torch.cat([keys.valid, selected.valid], 1))
+            with self._clock.stage(Stage.KEY_GATHER):
+                keys = self._window_keys(window_new, window_ring, metadata, rows)
+                if selection is not None and global_kv is not None:
+                    keys = keys.followed_by(_selected_keys(global_kv, selection, metadata, rows))
             heads = undo_rope(_softmax_attention(q[rows], keys, sink, scale), cos[rows], sin[rows])
             heads = heads.masked_fill(~keys.valid.any(1)[:, None, None], 0.0)
             output[start : start + _ROWS] = heads[: num_rows - start]
@@ -136,4 +141,4 @@ def _softmax_attention(q: Tensor, keys: _Keys, sink: Tensor | None, scale: float
 
 def build(context: BuildContext) -> NaiveAttention:
     """Build `naive`."""
-    return NaiveAttention(context.problem)
+    return NaiveAttention(context.problem, context.clock)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 import triton
-from minideepinfer.operators import Batch, Selection, interpreting
+from minideepinfer.operators import Batch, Selection, Stage, StageClock, interpreting
 from minideepinfer.operators.problem import AttentionProblem
 from torch import Tensor
 
@@ -99,9 +99,11 @@ class SparseAttention:
     twin.
     """
 
-    def __init__(self, problem: AttentionProblem, device: torch.device) -> None:
+    def __init__(self, problem: AttentionProblem, device: torch.device, clock: StageClock) -> None:
         self._problem = problem
         self._no_sink = no_sink(problem.num_heads, device)
+        self._clock = clock
+        self.fuses = {Stage.KEY_GATHER: Stage.ATTENTION}
         self._attend: Callable[..., Tensor] = sparse_attention
         self.form = FORM
         sizes = problem.num_heads, problem.head_dim, problem.rope_dim, problem.sliding_window
@@ -131,11 +133,12 @@ class SparseAttention:
         """See `AttentionOperator.run`."""
         q, window_new, cos, sin = (tensor.contiguous() for tensor in (q, window_new, cos, sin))
         layout = metadata.layout
-        buffer = window_buffer(window_new, window_ring, layout)
-        pool, rows = buffer, layout.rows[:, :0]
-        if global_kv is not None and selection is not None:
-            pool = global_kv.flatten(0, 1)
-            rows = pool_rows(selection, metadata.batch, self._problem.compress_ratio, global_kv.shape[1])
+        with self._clock.stage(Stage.KEY_GATHER):
+            buffer = window_buffer(window_new, window_ring, layout)
+            pool, rows = buffer, layout.rows[:, :0]
+            if global_kv is not None and selection is not None:
+                pool = global_kv.flatten(0, 1)
+                rows = pool_rows(selection, metadata.batch, self._problem.compress_ratio, global_kv.shape[1])
         return self._attend(
             q=q,
             window=buffer,

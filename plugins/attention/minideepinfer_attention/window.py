@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 import triton
-from minideepinfer.operators import Batch, Selection
+from minideepinfer.operators import Batch, Selection, Stage, StageClock
 from minideepinfer.operators.problem import AttentionProblem
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -122,8 +122,10 @@ def window_attention(
 class WindowAttention:
     """See `AttentionOperator`; for layers without a global path, windows of at most `LARGEST_WINDOW`."""
 
-    def __init__(self, problem: AttentionProblem, device: torch.device) -> None:
+    def __init__(self, problem: AttentionProblem, device: torch.device, clock: StageClock) -> None:
         self.form = FORM
+        self._clock = clock
+        self.fuses = {Stage.KEY_GATHER: Stage.ATTENTION}
         self._window = problem.sliding_window
         self._tile = WindowTile.of(
             problem.num_heads, problem.head_dim, problem.sliding_window, getattr(torch, problem.dtype)
@@ -149,5 +151,6 @@ class WindowAttention:
     ) -> Tensor:
         """See `AttentionOperator.run`."""
         q, window_new, cos, sin = (tensor.contiguous() for tensor in (q, window_new, cos, sin))
-        buffer = window_buffer(window_new, window_ring, metadata.layout)
+        with self._clock.stage(Stage.KEY_GATHER):
+            buffer = window_buffer(window_new, window_ring, metadata.layout)
         return window_attention(q, buffer, metadata, self._no_sink if sink is None else sink, scale, cos, sin)

@@ -14,7 +14,7 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 from minideepinfer.errors import OperatorError
-from minideepinfer.operators import BuildContext, StageClock
+from minideepinfer.operators import BuildContext, Stage, StageClock
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
@@ -41,7 +41,7 @@ class Travelling(Generic[T]):
 
     def wait(self) -> T:
         """See `Pending`."""
-        with self.group.clock.stage("communication"):
+        with self.group.clock.stage(Stage.COMMUNICATION):
             for work in self.works:
                 self.group.await_work(work)
         return self.finish()

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from minideepinfer.errors import OperatorError
-from minideepinfer.operators import Batch, BuildContext, IndexerOutput, Selection, interpreting
+from minideepinfer.operators import Batch, BuildContext, Cost, IndexerOutput, Selection, interpreting
 from minideepinfer.operators.problem import IndexerProblem
 from torch import Tensor
 
@@ -73,6 +73,10 @@ class FusedIndexer:
                 launch.choose_blocks(blocks)
             launch.choose(indices, lengths, pool)
         return IndexerOutput(Selection(indices), blocks)
+
+    def cost(self, call: Any, least: Cost) -> Cost:
+        """What `bench kernel` is told: products in fp8 have their rate."""
+        return least.at("fp8") if self._fp8 else least
 
     def _describe(self, operands: Operands) -> Any:
         """Descriptors for the copy engine; None if the kernel in plain Triton is to be used."""

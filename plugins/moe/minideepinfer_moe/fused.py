@@ -11,6 +11,7 @@ from minideepinfer.operators import (
     BuildContext,
     MoeWeights,
     PackedExperts,
+    Stage,
     StageClock,
     TokenExchange,
     interpreting,
@@ -22,6 +23,8 @@ from minideepinfer_moe import experts
 from minideepinfer_moe.gate import gate_logits, select
 from minideepinfer_moe.grouped import GroupedProducts, serves
 from minideepinfer_moe.grouped_pack import fits
+from minideepinfer_moe.naive import choose_experts
+from minideepinfer_moe.options import FusedOptions
 from minideepinfer_moe.rows import combine, quantize, shared_expert
 from minideepinfer_moe.schedule import Schedule, make_schedule
 
@@ -76,11 +79,13 @@ class FusedWeights:
 class FusedMoe:
     """See `MoeOperator`. `run` speaks to the device only through launches; sizes follow from T * k."""
 
-    def __init__(self, problem: MoeProblem, clock: StageClock) -> None:
+    def __init__(self, problem: MoeProblem, options: FusedOptions, clock: StageClock) -> None:
         self._problem = problem
+        self._options = options
         self._clock = clock
         self._quantize = problem.activation_quantization == "released"
         self._grouped = serves(problem)
+        self.fuses = {Stage.FP4_DECODING: Stage.GROUPED_GEMM}
         self.form = "triton, interpreted" if interpreting() else "gluon" if self._grouped else "triton"
 
     def transform_weights(self, weights: MoeWeights) -> FusedWeights:
@@ -106,6 +111,9 @@ class FusedMoe:
 
     def route(self, x: Tensor, weights: FusedWeights) -> tuple[Tensor, Tensor]:
         """See `MoeOperator.route`."""
+        if self._options.gate == "torch":
+            problem = self._problem
+            return choose_experts(x, weights.gate, weights.gate_bias, problem.topk, problem.routed_scaling)
         logits = gate_logits(x, weights.gate)
         return select(logits, weights.gate_bias, self._problem.topk, self._problem.routed_scaling)
 
@@ -119,7 +127,7 @@ class FusedMoe:
     ) -> Tensor:
         """See `MoeOperator.run`. The shared expert runs while tokens travel, or else joins the combine's sum."""
         if routing is None:
-            with self._clock.stage("gate"):
+            with self._clock.stage(Stage.GATE):
                 routing = self.route(x, weights)
         if self._quantize:
             x = quantize(x.contiguous())
@@ -130,7 +138,8 @@ class FusedMoe:
         tokens = arriving.wait()
         partial = self._routed(tokens.x, (tokens.topk_ids, tokens.topk_weights), weights, None, torch.float32)
         total = comm.combine(partial, tokens.handle).wait()
-        return (total if shared is None else total + shared).to(x.dtype)
+        with self._clock.stage(Stage.COMBINE):
+            return (total if shared is None else total + shared).to(x.dtype)
 
     def schedule(self, routing: tuple[Tensor, Tensor], weights: FusedWeights, dtype: torch.dtype) -> Schedule:
         """The rows to compute here for one step's routing, T at least 1."""
@@ -140,7 +149,7 @@ class FusedMoe:
     def _shared(self, x: Tensor, weights: FusedWeights) -> Tensor | None:
         if weights.shared_w13 is None or weights.shared_w2 is None or not len(x):
             return None
-        with self._clock.stage("experts"):
+        with self._clock.stage(Stage.SHARED_EXPERT):
             return shared_expert(x, weights.shared_w13, weights.shared_w2, self._problem.swiglu_limit, self._quantize)
 
     def _routed(
@@ -155,12 +164,15 @@ class FusedMoe:
         if not len(x):
             return x.new_empty(x.shape, dtype=dtype)
         limit, products, packed = self._problem.swiglu_limit, weights.products, weights.experts
-        with self._clock.stage("experts"):
+        with self._clock.stage(Stage.GROUPED_GEMM):
             schedule = self.schedule(routing, weights, x.dtype)
             r = products.gate_up(x.contiguous(), packed, schedule, schedule.row_weights, limit, self._quantize)
-            return combine(products.down(r, packed, schedule), schedule, shared, dtype)
+            y = products.down(r, packed, schedule)
+        with self._clock.stage(Stage.COMBINE):
+            return combine(y, schedule, shared, dtype)
 
 
 def build(context: BuildContext) -> FusedMoe:
     """Build `fused`."""
-    return FusedMoe(context.problem, context.clock)
+    assert isinstance(context.options, FusedOptions)
+    return FusedMoe(context.problem, context.options, context.clock)

@@ -12,6 +12,7 @@ from minideepinfer.operators import (
     MoeWeights,
     PackedExperts,
     SharedExpert,
+    Stage,
     StageClock,
     TokenExchange,
 )
@@ -36,11 +37,8 @@ class NaiveMoe:
 
     def route(self, x: Tensor, weights: MoeWeights) -> tuple[Tensor, Tensor]:
         """See `MoeOperator.route`."""
-        scores = F.softplus(F.linear(x.float(), weights.gate.float())).sqrt()
-        ranked = (scores + weights.gate_bias).sort(dim=-1, descending=True, stable=True).indices
-        ids = ranked[:, : self._problem.topk].sort(dim=-1).values
-        chosen = scores.gather(-1, ids)
-        return ids.int(), chosen / (chosen.sum(-1, keepdim=True) + 1e-20) * self._problem.routed_scaling
+        problem = self._problem
+        return choose_experts(x, weights.gate, weights.gate_bias, problem.topk, problem.routed_scaling)
 
     def run(
         self,
@@ -52,18 +50,19 @@ class NaiveMoe:
     ) -> Tensor:
         """See `MoeOperator.run`."""
         if routing is None:
-            with self._clock.stage("gate"):
+            with self._clock.stage(Stage.GATE):
                 routing = self.route(x, weights)
         arriving = comm.dispatch(x, *routing)
-        with self._clock.stage("experts"):  # the shared one while tokens travel
+        with self._clock.stage(Stage.SHARED_EXPERT):  # while tokens travel
             shared = self._shared(x, weights.shared)
         dispatched = arriving.wait()
-        with self._clock.stage("experts"):
+        with self._clock.stage(Stage.GROUPED_GEMM):
             partial = self._local_experts(dispatched, weights.experts)
         total = comm.combine(partial, dispatched.handle).wait()
-        if shared is not None:
-            total = total + shared.float()
-        return total.to(x.dtype)
+        with self._clock.stage(Stage.COMBINE):
+            if shared is not None:
+                total = total + shared.float()
+            return total.to(x.dtype)
 
     def _shared(self, x: Tensor, shared: SharedExpert | None) -> Tensor | None:
         return None if shared is None else self._expert(x, shared.w1, shared.w3, shared.w2)
@@ -77,10 +76,12 @@ class NaiveMoe:
         outputs = x.new_zeros(*local.shape, x.shape[-1])
         for expert in used:
             rows, slots = (local == expert).nonzero(as_tuple=True)
-            w1, w3 = decode_mxfp4(experts.w13[expert], experts.w13_scale[expert], x.dtype)
-            w2 = decode_mxfp4(experts.w2[expert], experts.w2_scale[expert], x.dtype)
+            with self._clock.stage(Stage.FP4_DECODING):
+                w1, w3 = decode_mxfp4(experts.w13[expert], experts.w13_scale[expert], x.dtype)
+                w2 = decode_mxfp4(experts.w2[expert], experts.w2_scale[expert], x.dtype)
             outputs[rows, slots] = self._expert(x[rows], w1, w3, w2, weights[rows, slots, None])
-        return outputs.sum(1, dtype=torch.float32)
+        with self._clock.stage(Stage.COMBINE):
+            return outputs.sum(1, dtype=torch.float32)
 
     def _expert(self, x: Tensor, w1: Tensor, w3: Tensor, w2: Tensor, weight: Tensor | float = 1.0) -> Tensor:
         """One expert on `[n, H]` rows with weights `[n, 1]`; every product is rounded to x's dtype."""
@@ -88,6 +89,23 @@ class NaiveMoe:
         gate = quantized_linear(x, w1, quantization).float().clamp(max=limit)
         up = quantized_linear(x, w3, quantization).float().clamp(-limit, limit)
         return quantized_linear((F.silu(gate) * up * weight).to(x.dtype), w2, quantization)
+
+
+def choose_experts(x: Tensor, gate: Tensor, bias: Tensor, topk: int, scaling: float) -> tuple[Tensor, Tensor]:
+    """The gate, see `MoeOperator.route`.
+
+    Args:
+        x: `[T, H]`.
+        gate: `[num_experts, H]`.
+        bias: float32 `[num_experts]`.
+        topk: k.
+        scaling: factor on the normalised weights.
+    """
+    scores = F.softplus(F.linear(x.float(), gate.float())).sqrt()
+    ranked = (scores + bias).sort(dim=-1, descending=True, stable=True).indices
+    ids = ranked[:, :topk].sort(dim=-1).values
+    chosen = scores.gather(-1, ids)
+    return ids.int(), chosen / (chosen.sum(-1, keepdim=True) + 1e-20) * scaling
 
 
 def build(context: BuildContext) -> NaiveMoe:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from minideepinfer.operators import MoeProblem, OperatorDeclaration, Properties, Support, Tier, hookimpl
 
+from minideepinfer_moe.options import FusedOptions
+
 
 def _fused_refuses(problem: MoeProblem) -> list[str]:
     found = [
@@ -38,6 +40,7 @@ OPERATORS = (
         priority=10,
         support=Support(devices=("cuda",), min_capability=(9, 0), requires=("triton",), interpreted=True),
         refuses=_fused_refuses,
+        options=FusedOptions,
         properties=Properties(deterministic=True, graph_capturable=True),
     ),
 )

@@ -14,7 +14,7 @@ from minideepinfer.errors import OperatorError
 from minideepinfer.operators import CommProblem, PlannedOperator, Problem, RegisteredOperator
 from minideepinfer.operators.build import build
 from minideepinfer.operators.support import obstacles
-from minideepinfer.testing.contract import Crash, Outputs, Refused, Violation
+from minideepinfer.testing.contract import Crash, Outputs, Violation
 from minideepinfer.testing.families.moe_ranks import on_ranks, split
 from minideepinfer.testing.processes import started
 from minideepinfer.testing.recipes.batch import facts
@@ -101,14 +101,21 @@ def _built(registered: RegisteredOperator, problem: Problem, device: torch.devic
 
 def _in_processes(subject: Subject, requests: Sequence[_Request]) -> list[Outputs]:
     """The outputs of every rank."""
-    size = len(requests)
-    if subject.device.type == "cuda" and torch.cuda.device_count() < size:
-        raise Refused(f"has {torch.cuda.device_count()} CUDA devices, needs {size} for {size} ranks")
+    if len(requests) == 1:
+        return [serve(0, requests[0])]
     try:
-        answers: list[Outputs] = started(size).call(serve, requests)
+        answers: list[Outputs] = started(len(requests)).call(serve, requests)
     except OperatorError as error:
         raise Crash(f"{subject.registered.title}: {error}") from None
     return answers
+
+
+def has_devices(subject: Subject, ranks: int) -> bool:
+    """Whether this machine has a device for each rank; if not, that is counted."""
+    if subject.device.type != "cuda" or torch.cuda.device_count() >= ranks:
+        return True
+    subject.tally.refused[f"has {torch.cuda.device_count()} CUDA devices, needs {ranks} for {ranks} ranks"] += 1
+    return False
 
 
 def _portable(registered: RegisteredOperator) -> RegisteredOperator:
@@ -124,9 +131,9 @@ def between_processes(subject: Subject, recipe: RanksRecipe) -> bool:
         operator = _portable(subject.registered)
         requests = [_Request({"comm": (operator, subject.problem(case))}, subject.device.type, case) for case in cases]
         subject.tally.ran += len(cases)
-        return _in_processes(subject, requests) if len(cases) > 1 else [serve(0, requests[0])]
+        return _in_processes(subject, requests)
 
-    served = subject.serves(recipe.build()[0].problem)
+    served = has_devices(subject, len(recipe.counts)) and subject.serves(recipe.build()[0].problem)
     if served:
         check_comm(run, recipe)
     return served
@@ -148,7 +155,7 @@ def with_experts(subject: Subject) -> None:
     """The reference experts behind a comm operator give what they give on one rank, on 1, 2 and 4 ranks."""
     moe = subject.reference_operator("moe")
     for whole, counts in _wholes(subject.dtypes, (1, *SIZES)):
-        if subject.serves(comm_problem(whole, len(counts))):
+        if has_devices(subject, len(counts)) and subject.serves(comm_problem(whole, len(counts))):
             check_chain(subject, moe, subject.registered, whole, counts)
 
 
@@ -160,7 +167,11 @@ def with_comm(subject: Subject) -> None:
             for comm in subject.registry.operators("comm")
             if not obstacles(comm.declaration, on_device(comm_problem(whole, len(counts)), subject.device))
         ]
-        if comms and subject.serves(on_ranks(whole, [[]] * len(counts))[0].problem):
+        if (
+            comms
+            and has_devices(subject, len(counts))
+            and subject.serves(on_ranks(whole, [[]] * len(counts))[0].problem)
+        ):
             for comm in comms:
                 check_chain(subject, subject.registered, comm, whole, counts)
 
@@ -188,7 +199,7 @@ def check_chain(
         operators = {"moe": (_portable(moe), problems["moe"]), "comm": (_portable(comm), problems["comm"])}
         requests.append(_Request(operators, subject.device.type, case, counts))
     subject.tally.ran += len(cases)
-    found = _in_processes(subject, requests) if len(cases) > 1 else [serve(0, requests[0])]
+    found = _in_processes(subject, requests)
     y: Tensor = torch.cat([outputs["y"] for outputs in found])
     judge = Subject(moe, subject.registry, FAMILY, subject.device)
     judge.family.compare(judge, whole, {"y": y}, judge.reference(whole), 1.0)

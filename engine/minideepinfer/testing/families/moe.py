@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from minideepinfer.operators import CommProblem
+from minideepinfer.operators import CommProblem, MoeProblem, Problem
 from minideepinfer.testing import strategies
 from minideepinfer.testing.bounds import moe_bound, route
 from minideepinfer.testing.contract import Conformance, Outputs, Relation, Tolerance, Violation
@@ -22,18 +22,14 @@ from minideepinfer.testing.relations import EVERYWHERE, OWN_MEMORY, unread_memor
 from minideepinfer.testing.subject import Subject, difference
 
 
+def comm_problem(problem: MoeProblem) -> CommProblem:
+    """What the comm operator of a MoE problem is told, on one rank."""
+    shared = {f.name: getattr(problem, f.name) for f in fields(Problem)}
+    return CommProblem(**shared, hidden_size=problem.hidden_size, num_experts=problem.num_experts, world_size=1)
+
+
 def _outputs(subject: Subject, operator: Any, case: MoeCase) -> Outputs:
-    problem = case.problem
-    shared = {name: getattr(problem, name) for name in ("phase", "dtype", "kv_quantization", "activation_quantization")}
-    wanted = CommProblem(
-        device=problem.device,
-        capability=problem.capability,
-        hidden_size=problem.hidden_size,
-        num_experts=problem.num_experts,
-        world_size=1,
-        **shared,
-    )
-    outputs = {"y": case.run(operator, subject.peer("comm", wanted))}
+    outputs = {"y": case.run(operator, subject.peer("comm", comm_problem(case.problem)))}
     if case.routing is None:
         ids, weights = operator.route(case.x, operator.transform_weights(case.weights))
         outputs |= {"topk_ids": ids, "topk_weights": weights}
@@ -64,7 +60,15 @@ def routing(subject: Subject, case: MoeCase) -> None:
     """The gate chooses the experts that the contract names, and weighs them by their scores without the bias."""
     if case.routing is not None:
         return
-    found = subject.run(case)
+    compare_routing(subject, case, subject.run(case))
+
+
+def compare_routing(subject: Subject, case: MoeCase, found: Mapping[str, Tensor]) -> None:
+    """Ids where they are decided, and weights, against the contract's.
+
+    Raises:
+        Violation: they are others.
+    """
     ids, weights, error, decided = route(case)
     shape = (len(case.x), case.problem.topk)
     for name, dtype in (("topk_ids", torch.int32), ("topk_weights", torch.float32)):

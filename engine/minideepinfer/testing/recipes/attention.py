@@ -180,7 +180,7 @@ class AttentionRecipe:
         q[batch.positions < 0] = NAN
         ring_size = self.sliding_window + self.spare_slots
         case = AttentionCase(
-            problem=self._problem(batch),
+            problem=self.problem(batch),
             batch=batch,
             q=q.to(dtype),
             window_new=torch.full((tokens, self.head_dim), NAN, dtype=dtype),
@@ -195,7 +195,8 @@ class AttentionRecipe:
         fill_readable(case, generator, self.kv_amplitude)
         return case
 
-    def _problem(self, batch: Batch) -> AttentionProblem:
+    def problem(self, batch: Batch) -> AttentionProblem:
+        """What the operator is told of a batch of this recipe."""
         dtype = getattr(torch, self.dtype)
         names = ("num_heads", "head_dim", "rope_dim", "sliding_window", "compress_ratio", "index_topk")
         return AttentionProblem(

@@ -68,6 +68,7 @@ class CommRecipe:
         tokens: rows of x.
         rows: rows fetched from a table; ids may repeat.
         row_bytes: width of the table.
+        table_rows: its height.
         seed: of all numbers.
     """
 
@@ -78,7 +79,14 @@ class CommRecipe:
     topk: int = 1
     rows: int = 1
     row_bytes: int = 5
+    table_rows: int = 7
     seed: int = 0
+
+    @property
+    def problem(self) -> CommProblem:
+        """What the operator is told."""
+        shared_facts = facts(getattr(torch, self.dtype))
+        return CommProblem(**shared_facts, hidden_size=self.hidden_size, num_experts=self.num_experts, world_size=1)
 
     def build(self) -> CommCase:
         """The calls."""
@@ -86,10 +94,10 @@ class CommRecipe:
         dtype = getattr(torch, self.dtype)
         ids = torch.randint(-1, self.num_experts, (self.tokens, self.topk), generator=generator).int()
         return CommCase(
-            CommProblem(**facts(dtype), hidden_size=self.hidden_size, num_experts=self.num_experts, world_size=1),
+            self.problem,
             torch.randn(self.tokens, self.hidden_size, generator=generator).to(dtype),
             ids,
             torch.rand(ids.shape, generator=generator),
-            torch.randint(0, 256, (7, self.row_bytes), generator=generator, dtype=torch.uint8),
-            torch.randint(0, 7, (self.rows,), generator=generator),
+            torch.randint(0, 256, (self.table_rows, self.row_bytes), generator=generator, dtype=torch.uint8),
+            torch.randint(0, self.table_rows, (self.rows,), generator=generator),
         )

@@ -140,7 +140,7 @@ class IndexerRecipe:
         elif self.named == "all":
             candidates[:] = torch.arange(self.candidate_topk_blocks - 1, -1, -1)
         return IndexerCase(
-            problem=self._problem(batch, dtype),
+            problem=self.problem(batch),
             batch=batch,
             q=q,
             head_weights=head_weights.abs() if self.positive_weights else head_weights,
@@ -149,7 +149,9 @@ class IndexerRecipe:
             exact=self.numbers != "normal",
         )
 
-    def _problem(self, batch: Batch, dtype: torch.dtype) -> IndexerProblem:
+    def problem(self, batch: Batch) -> IndexerProblem:
+        """What the operator is told of a batch of this recipe."""
+        dtype = getattr(torch, self.dtype)
         names = ("num_heads", "head_dim", "compress_ratio", "topk", "candidate_topk_blocks", "candidate_block_size")
         return IndexerProblem(
             **facts(dtype, batch.phase) | {"kv_quantization": self.kv_quantization},

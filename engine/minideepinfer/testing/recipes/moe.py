@@ -120,6 +120,13 @@ class MoeRecipe:
     few: bool = False
     seed: int = 0
 
+    @property
+    def problem(self) -> MoeProblem:
+        """What the operator is told."""
+        shared_facts = facts(getattr(torch, self.dtype), activation_quantization=self.activation_quantization)
+        sizes = (self.hidden_size, self.intermediate_size, self.num_experts, self.num_local_experts, self.topk)
+        return replace(moe_problem(*sizes, **shared_facts), num_shared_experts=int(self.shared))
+
     def build(self) -> MoeCase:
         """The call."""
         generator = torch.Generator().manual_seed(self.seed)
@@ -144,10 +151,8 @@ class MoeRecipe:
             experts=random_experts(self.num_local_experts, hidden, inner, generator, self.expert_start),
             shared=shared_expert if self.shared else None,
         )
-        shared_facts = facts(dtype, activation_quantization=self.activation_quantization)
-        problem = moe_problem(hidden, inner, experts, self.num_local_experts, self.topk, **shared_facts)
         x = (normal(self.tokens, hidden) * self.amplitude).to(dtype)
-        case = MoeCase(replace(problem, num_shared_experts=int(self.shared)), x, weights, None, self.few)
+        case = MoeCase(self.problem, x, weights, None, self.few)
         if self.routing == "gate":
             return case
         ids = self._ids(generator)

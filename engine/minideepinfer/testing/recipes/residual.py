@@ -96,6 +96,18 @@ class ResidualRecipe:
     decode: bool = False
     seed: int = 0
 
+    @property
+    def problem(self) -> ResidualProblem:
+        """What the operator is told."""
+        return ResidualProblem(
+            **facts(getattr(torch, self.dtype), Phase.DECODE if self.decode else Phase.PREFILL),
+            num_streams=self.num_streams,
+            hidden_size=self.hidden_size,
+            sinkhorn_iterations=self.sinkhorn_iterations,
+            rms_norm_eps=1e-20,
+            hc_eps=self.hc_eps,
+        )
+
     def build(self) -> ResidualCase:
         """The call."""
         generator = torch.Generator().manual_seed(self.seed)
@@ -111,16 +123,8 @@ class ResidualRecipe:
             fn = fn * (torch.rand(fn.shape, generator=generator) < 3 / fn.shape[1])
         if self.projection == "zero":
             fn = torch.zeros_like(fn)
-        problem = ResidualProblem(
-            **facts(dtype, Phase.DECODE if self.decode else Phase.PREFILL),
-            num_streams=streams,
-            hidden_size=hidden,
-            sinkhorn_iterations=self.sinkhorn_iterations,
-            rms_norm_eps=1e-20,
-            hc_eps=self.hc_eps,
-        )
         return ResidualCase(
-            problem=problem,
+            problem=self.problem,
             call=self.call,
             streams=(normal(tokens, streams, hidden) * self.amplitude).to(dtype),
             output=(normal(tokens, hidden) * self.amplitude).to(dtype),

@@ -1,0 +1,82 @@
+"""The command `mini-deepinfer bench compare`: two files of records, and a gate for regressions."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from minideepinfer.measure.compare import Pair
+    from minideepinfer.measure.record import Record
+
+GATED = "ratio_to_naive"
+QUIET = ("flops", "bytes", "tflops", "gb_s")
+"""Values that follow from others."""
+
+
+def add_compare(actions: Any) -> None:
+    """Register the action."""
+    parser = actions.add_parser("compare", help="two files of records: what changed, and what cannot be compared")
+    parser.add_argument("before", metavar="A", help="file of records")
+    parser.add_argument("after", metavar="B", help="file of records")
+    parser.add_argument(
+        "--fail-over",
+        type=_share,
+        metavar="PERCENT",
+        help="exit with 1 if a kernel got slower by more than this beyond the spread, in ratio to naive of its own "
+        "run, e.g. 5%%",
+    )
+    parser.set_defaults(run=_compare)
+
+
+def _compare(args: argparse.Namespace) -> int:
+    from minideepinfer.measure.compare import compare, regressions
+    from minideepinfer.measure.record import read_records
+
+    before, after = read_records(args.before), read_records(args.after)
+    pairs = compare(before, after)
+    print(f"A: {args.before}, {_origin(before)}\nB: {args.after}, {_origin(after)}")
+    for pair in pairs:
+        print("\n".join(_lines(pair)))
+    refused = [pair.title for pair in pairs if pair.differences]
+    if refused:
+        print(f"{len(refused)} of {len(pairs)} cannot be compared")
+    if args.fail_over is None:
+        return 1 if refused else 0
+    found = regressions(pairs, GATED, args.fail_over)
+    print("\n".join(f"SLOWER {line}" for line in found) or f"no kernel got slower by more than {args.fail_over:.1%}")
+    return 1 if refused or found else 0
+
+
+def _lines(pair: Pair) -> list[str]:
+    if pair.before is None or pair.after is None:
+        return [f"{pair.title}: only in {'B' if pair.before is None else 'A'}"]
+    if pair.differences:
+        return [f"{pair.title}: cannot be compared", *(f"  {difference}" for difference in pair.differences)]
+    lines = [pair.title]
+    for change in pair.changes:
+        if change.name in QUIET:
+            continue
+        verdict = "within the spread" if change.within_spread else "worse" if change.is_worse else "better"
+        unit = "" if change.before.unit == "1" else f" {change.before.unit}"
+        numbers = f"{change.before.median:.4g} -> {change.after.median:.4g}{unit}"
+        lines.append(f"  {change.name:<20} {numbers}, B / A {change.ratio:.3f}, {verdict}")
+    return lines if len(lines) > 1 else [f"{pair.title}: nothing was measured in both"]
+
+
+def _origin(records: list[Record]) -> str:
+    """Commits and versions, as far as the records of a file agree."""
+    software = records[0].software
+    dirty = " and changes" if software.dirty else ""
+    versions = ", ".join(f"{name} {version}" for name, version in software.versions.items())
+    return f"{len(records)} records, commit {software.commit[:12] or 'unknown'}{dirty}, {versions}"
+
+
+def _share(text: str) -> float:
+    try:
+        share = float(text.removesuffix("%")) / 100
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no percentage, e.g. 5%") from None
+    if not 0 <= share < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r}: a percentage of 0 or more is needed")
+    return share

@@ -1,0 +1,156 @@
+"""The command `mini-deepinfer bench kernel`: operators one by one, checked and then timed on named problems."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import time
+from typing import TYPE_CHECKING, Any
+
+from minideepinfer.errors import ConfigError, OperatorError
+from minideepinfer.operators import FAMILIES, OperatorRegistry, RegisteredOperator, load_registry
+
+if TYPE_CHECKING:
+    import torch
+
+    from minideepinfer.measure.kernels.bench import Result
+
+PRESETS = ("v41-rank", "decode", "tiny")
+
+
+def add_kernel(actions: Any) -> None:
+    """Register the action."""
+    parser = actions.add_parser("kernel", help="operators one by one: checked against the reference, then timed")
+    parser.add_argument(
+        "operators",
+        nargs="*",
+        metavar="FAMILY[:NAME]",
+        help="what to time, also as DISTRIBUTION:FAMILY/NAME; everything that is installed if nothing is named",
+    )
+    parser.add_argument(
+        "--preset",
+        choices=PRESETS,
+        default="v41-rank",
+        help="which problems: a prefill step of one rank of four, decode steps, or small ones for any machine",
+    )
+    parser.add_argument("--against", metavar="FAMILY:NAME", help="show ratios to this operator too, beside naive")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--repeats", type=int, default=20, metavar="N", help="rounds; slow calls take part in fewer")
+    parser.add_argument("--seed", type=int, default=0, help="of all numbers")
+    parser.add_argument("--output", metavar="FILE", help="write the records there, as JSON")
+    parser.set_defaults(run=_kernel)
+
+
+def _kernel(args: argparse.Namespace) -> int:
+    if importlib.util.find_spec("hypothesis") is None:
+        raise OperatorError(
+            "bench kernel checks what it times with the conformance kit, which needs hypothesis: "
+            "pip install 'mini-deepinfer[testing]'"
+        )
+    if args.repeats < 1:
+        raise ConfigError(f"--repeats {args.repeats}: at least 1 is needed")
+    from minideepinfer.measure.facts import MachineWatch, software
+    from minideepinfer.measure.kernels.records import records
+    from minideepinfer.measure.rates import measured_rates
+    from minideepinfer.measure.record import require_writable, write_records
+    from minideepinfer.testing.checking import find_operators
+
+    registry = load_registry()
+    operators = find_operators(registry, args.operators)
+    against = _against(registry, args.against)
+    if args.operators and against and against.declaration.family not in _families(operators):
+        raise OperatorError(f"--against {args.against}: no {against.declaration.family} operator is to be timed")
+    device = _device(args.device, args.preset)
+    if args.output:
+        require_writable(args.output)
+    watch, used = MachineWatch(device), software()
+    rates = measured_rates(device)
+    print("\n".join(_header(args, device, watch.machine().device, used.commit, rates)), flush=True)
+    problems = _measure(args, operators, registry, against, device, rates)
+    machine, title = watch.machine(), args.against or ""
+    if machine.throttled:
+        print(f"throttled meanwhile: {', '.join(machine.throttled)}")
+    results = [result for problem in problems for result in problem]
+    if args.output:
+        kept = [records(problem, args.preset, title, machine, used, rates, args.seed) for problem in problems]
+        write_records(args.output, [record for problem in kept for record in problem])
+    return _verdict(results, operators if args.operators else [])
+
+
+def _measure(
+    args: argparse.Namespace,
+    operators: list[RegisteredOperator],
+    registry: OperatorRegistry,
+    against: RegisteredOperator | None,
+    device: torch.device,
+    rates: dict[str, float],
+) -> list[list[Result]]:
+    """The results of every problem, printed family by family."""
+    from minideepinfer.measure.kernels.bench import KernelBench, entrants
+    from minideepinfer.measure.kernels.table import print_family
+    from minideepinfer.testing.subject import reference_operator
+
+    found = []
+    for family in _families(operators):
+        chosen = [operator for operator in operators if operator.declaration.family == family]
+        ours = against is not None and against.declaration.family == family
+        if against is not None and ours and against not in chosen:
+            chosen.append(against)
+        every = entrants(chosen, reference_operator(registry, family), named=bool(args.operators))
+        bench = KernelBench(family, every, registry, device, rates, args.repeats, args.seed)
+        start = time.perf_counter()
+        problems = list(bench.run(args.preset))
+        print_family(family, problems, time.perf_counter() - start, args.against if ours else "")
+        found += problems
+    return found
+
+
+def _verdict(results: list[Result], named: list[RegisteredOperator]) -> int:
+    """1 if something failed, or an operator that was named served nothing."""
+    failed = sorted({result.operator.title for result in results if result.failure})
+    idle = [o for o in named if not any(r.operator.registered is o and not r.obstacles for r in results)]
+    timed = sum(result.time is not None for result in results)
+    print(f"{timed} measured, {sum(bool(result.failure) for result in results)} failed")
+    if failed:
+        print(f"FAILED: {', '.join(failed)}")
+    for operator in idle:
+        print(f"{operator.title} was not timed on any problem")
+    return 1 if failed or idle else 0
+
+
+def _against(registry: OperatorRegistry, name: str | None) -> RegisteredOperator | None:
+    if name is None:
+        return None
+    family, colon, operator = name.partition(":")
+    if not colon:
+        raise OperatorError(f"--against {name}: FAMILY:NAME is needed")
+    return registry.get(family, operator)
+
+
+def _families(operators: list[RegisteredOperator]) -> list[str]:
+    return [family for family in FAMILIES if any(o.declaration.family == family for o in operators)]
+
+
+def _device(name: str, preset: str) -> torch.device:
+    import torch
+
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise OperatorError("--device cuda: this machine has no CUDA device; cpu always works")
+    if name == "cpu" and preset != "tiny":
+        raise ConfigError(
+            f"bench kernel: preset {preset} has the released sizes and the device is cpu; --preset tiny runs on a CPU"
+        )
+    return torch.device(name)
+
+
+def _header(
+    args: argparse.Namespace, device: torch.device, name: str, commit: str, rates: dict[str, float]
+) -> list[str]:
+    clock = "events on the GPU, L2 cold" if device.type == "cuda" else "wall clock, caches warm"
+    reached = ", ".join(f"{key} {value:.4g}" for key, value in rates.items())
+    return [
+        f"operators alone, preset {args.preset}, made-up numbers; {clock}; seed {args.seed}",
+        f"{name}; commit {commit[:12] or 'unknown'}; rates of this run: {reached}",
+    ]

@@ -1,0 +1,295 @@
+"""The report of a ladder, from its records alone: three layers of evidence, stages, errors, and how it was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from minideepinfer.errors import ConfigError
+from minideepinfer.measure.ladder import KERNEL, KERNEL_BEFORE
+from minideepinfer.measure.ladder.pictures import STEPS, THROUGHPUT
+from minideepinfer.measure.record import Measurement, Record
+
+
+def check(records: Sequence[Record]) -> None:
+    """Refuse records that are not those of one ladder.
+
+    Raises:
+        ConfigError: there are none, one is of another benchmark, or of another machine, commit or seed.
+    """
+    if not records:
+        raise ConfigError("report: no records; at least one rung of a ladder is needed")
+    for record in records:
+        if record.benchmark != "ladder":
+            raise ConfigError(f"report: record {record.name!r} is of `bench {record.benchmark}`, needs `bench ladder`")
+        for what, of in _ONE_SESSION.items():
+            if of(record) != of(records[0]):
+                raise ConfigError(
+                    f"report: {what} of {record.name!r} is {of(record)!r} and of {records[0].name!r} "
+                    f"{of(records[0])!r}; times of different runs are not put together"
+                )
+
+
+_ONE_SESSION: dict[str, Callable[[Record], Any]] = {
+    "device": lambda record: record.machine.device,
+    "driver": lambda record: record.machine.driver,
+    "commit": lambda record: (record.software.commit, record.software.dirty),
+    "seed": lambda record: record.seed,
+}
+
+
+def render(records: Sequence[Record], source: str = "") -> str:
+    """Markdown, with the pictures of `pictures.draw` beside it.
+
+    Args:
+        records: of one ladder, in order; see `check`.
+        source: where the records lie, for the reader.
+    """
+    check(records)
+    parts = [
+        f"# {records[0].problem.get('ladder', 'The ladder')}",
+        _introduction(records, source),
+        "## Rungs",
+        _rungs(records),
+        f"![Throughput by rung]({THROUGHPUT}.svg)",
+        "## Kernel, stage, step",
+        _evidence(records),
+        "## Stages",
+        f"![The step by stage]({STEPS}.svg)",
+        _stages(records),
+        "## Errors against the first rung",
+        _errors(records),
+        "## What ran",
+        _plans(records),
+        "## Conditions",
+        _conditions(records),
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _introduction(records: Sequence[Record], source: str) -> str:
+    first = records[0]
+    text = [f"The first rung: {first.headline}."]
+    text.append(
+        f"One session on one {first.machine.device}; every time below is of this session, and gains are never added. "
+        "A rung that is slower stays in the table; the next one says what it builds on."
+    )
+    if source:
+        text.append(f"Written by `mini-deepinfer bench report {source}`; the records have every number.")
+    return "\n".join(text)
+
+
+def _rungs(records: Sequence[Record]) -> str:
+    rows = []
+    for record in records:
+        base = _base(record, records)
+        step = record.values["step"]
+        rows.append(
+            [
+                record.name,
+                record.problem.get("says", ""),
+                base.name if base else "",
+                f"{number(step.median)} ± {step.spread / 2:.1%}"
+                if step.repeats > 1
+                else f"{number(step.median)} (once)",
+                f"{record.values['tokens_per_second'].median:,.0f}{_layers(record, records)}",
+                _ratio(record, records[0]),
+                _ratio(record, base),
+                largest_error(record),
+            ]
+        )
+    heads = ["rung", "what is new", "builds on", "step, ms", "tokens/s", "× first", "× before", "largest error"]
+    return _table(heads, rows, numbers=range(3, 8)) + (
+        "\n\n± is half of the distance between the 20th and 80th percentile. `× before` is the speed against the rung "
+        "that it builds on; no ratio stands where layers differ."
+    )
+
+
+def _layers(record: Record, records: Sequence[Record]) -> str:
+    differ = len({other.problem.get("layers") for other in records}) > 1
+    return f" ({record.problem.get('layers')} layers)" if differ else ""
+
+
+def _ratio(record: Record, other: Record | None) -> str:
+    if other is None or record.problem.get("layers") != other.problem.get("layers"):
+        return "–"
+    ratio = record.values["tokens_per_second"].median / other.values["tokens_per_second"].median
+    return f"{ratio:.3f}" if 0.1 < ratio < 1.05 else f"{ratio:.3g}"
+
+
+def largest_error(record: Record) -> str:
+    """The largest error of a module, and which."""
+    modules = {name: error for name, error in record.errors.items() if _is_module(name)}
+    if not modules:
+        return "not measured"
+    name = max(modules, key=modules.__getitem__)
+    return f"{_error(modules[name])} ({name})" if modules[name] else "0"
+
+
+def _is_module(name: str) -> bool:
+    """Whether an error is that of a module at its worst layer."""
+    return not name.startswith(("layers.", KERNEL))
+
+
+def _evidence(records: Sequence[Record]) -> str:
+    rows = []
+    for record in records:
+        base = _base(record, records)
+        if base is None:
+            continue
+        stage = _most_changed(record, base)
+        rows.append(
+            [
+                record.name,
+                "<br>".join(_kernel(record, name) for name in _kernels(record)) or "–",
+                f"{stage}: {_stage(base, stage)} → {_stage(record, stage)}" if stage else "–",
+                f"{number(base.values['step'].median)} → {number(record.values['step'].median)}"
+                if base.problem.get("layers") == record.problem.get("layers")
+                else f"{number(record.values['step'].median)}{_layers(record, records)}",
+                largest_error(record),
+            ]
+        )
+    if not rows:
+        return "One rung; nothing to compare."
+    return (
+        "Milliseconds, before → after. *Kernel*: one call of the operator that is new, on each problem of "
+        "`bench kernel`, and of the one that it replaces beside it; the error is against the reference. *Stage*: the "
+        "stage that changed most. *Step*: end to end.\n\n"
+        + _table(["rung", "kernel", "stage", "step", "largest error"], rows)
+    )
+
+
+def _kernels(record: Record) -> list[str]:
+    return [
+        name.removeprefix(KERNEL)
+        for name in record.values
+        if name.startswith(KERNEL) and not name.startswith(KERNEL_BEFORE)
+    ]
+
+
+def _kernel(record: Record, name: str) -> str:
+    floor, error = record.floors.get(f"{KERNEL}{name}"), record.errors.get(f"{KERNEL}{name}")
+    beside = [f"floor {number(floor)}"] if floor else []
+    beside += [] if error is None else [f"error {_error(error)}"]
+    before = record.values.get(f"{KERNEL_BEFORE}{name}")
+    times = f"{_median(before)} → {_median(record.values[f'{KERNEL}{name}'])}"
+    return f"{name}: {times}" + (f" ({', '.join(beside)})" if beside else "")
+
+
+def _median(value: Measurement | None) -> str:
+    return "–" if value is None else number(value.median)
+
+
+def _most_changed(record: Record, base: Record) -> str:
+    stages = dict.fromkeys([*base.stages, *record.stages])
+    changes = {stage: abs(record.stages.get(stage, 0.0) - base.stages.get(stage, 0.0)) for stage in stages}
+    return max(changes, key=changes.__getitem__) if changes else ""
+
+
+def _stage(record: Record, stage: str) -> str:
+    if stage in record.stages:
+        return number(record.stages[stage])
+    return f"in {record.inside[stage]}" if stage in record.inside else "–"
+
+
+def _stages(records: Sequence[Record]) -> str:
+    longest = max(records, key=lambda record: sum(record.stages.values()))
+    names = dict.fromkeys([*longest.stages, *(s for r in records for s in [*r.stages, *r.inside])])
+    rows = [[stage, *(_stage(record, stage) for record in records)] for stage in names]
+    rows.append(["**sum**", *(number(sum(record.stages.values())) for record in records)])
+    rows.append(["**step**", *(number(record.values["step"].median) for record in records)])
+    if any("step_with_stages" in record.values for record in records):
+        rows.append(["step while stages are timed", *(_median(r.values.get("step_with_stages")) for r in records)])
+    return _table(["ms", *(record.name for record in records)], rows, numbers=range(1, len(records) + 1)) + (
+        "\n\nExclusive milliseconds. Stages are timed in steps of their own; the picture draws their shares of the "
+        "step."
+    )
+
+
+def _errors(records: Sequence[Record]) -> str:
+    """Modules first, then whole blocks by layer."""
+    names = dict.fromkeys(name for record in records for name in record.errors)
+    modules = [name for name in names if _is_module(name)]
+    blocks = [name for name in names if name.startswith("layers.") and name.endswith(".block")]
+    if not modules:
+        return "Not measured."
+    rows = [[_title(name), *(_error(record.errors.get(name)) for record in records)] for name in [*modules, *blocks]]
+    table = _table(["", *(record.name for record in records)], rows, numbers=range(1, len(records) + 1))
+    return _ABOUT_ERRORS + "\n\n" + table
+
+
+_ABOUT_ERRORS = (
+    "Logits of a random model are chaotic, so each module runs on what the first rung computed in the same step: its "
+    "inputs, entries, selection, candidates and routing. Norm of the difference over the norm, at the worst of the "
+    "layers looked at, one of each kind (the rows `layer L` are theirs, for what the whole block adds to the streams); "
+    "for selection, candidates and routing, free in this comparison, the share of the first rung's choices that are "
+    "missing. "
+    "The column of the first rung is the same comparison of its own repetition."
+)
+
+
+def _title(name: str) -> str:
+    return f"layer {name.split('.')[1]}, whole block" if name.startswith("layers.") else name
+
+
+def _error(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1e}" if value else "0"
+
+
+def _plans(records: Sequence[Record]) -> str:
+    return "\n".join(f"- **{record.name}**: {_plan(record)}" for record in records)
+
+
+def _plan(record: Record) -> str:
+    operators = record.plan.get("operators", []) if isinstance(record.plan, dict) else record.plan or []
+    chosen: dict[str, dict[str, None]] = {}
+    for entry in operators:
+        options = "".join(f" {key}={value}" for key, value in entry.get("options", {}).items())
+        text = f"{entry['operator']}{options} ({entry['distribution']} {entry['version']})"
+        if entry["phase"] == "prefill":
+            chosen.setdefault(entry["family"], {})[text] = None
+    text = "; ".join(f"{family} {' and '.join(names)}" for family, names in chosen.items())
+    replay = record.precision.get("replay")
+    return text + (f"; replay {replay}" if replay else "")
+
+
+def _conditions(records: Sequence[Record]) -> str:
+    first = records[0]
+    machine, software = first.machine, first.software
+    limit = f", {machine.power_limit_watts:.0f} W" if machine.power_limit_watts else ""
+    lines = [f"- {machine.device}{limit}" + (f", driver {machine.driver}" if machine.driver else "")]
+    clocks = [record.machine.sm_clock_mhz for record in records if record.machine.sm_clock_mhz]
+    if clocks:
+        seen = [clock for pair in clocks for clock in pair]
+        lines[0] += f"; SM clock before and after the rungs {min(seen)} to {max(seen)} MHz"
+    reasons = sorted({reason for record in records for reason in record.machine.throttled})
+    lines[0] += f"; throttled: {', '.join(reasons)}" if reasons else ""
+    state = " with changes" if software.dirty else ""
+    versions = ", ".join(f"{name} {version}" for name, version in software.versions.items())
+    lines.append(f"- commit {software.commit or 'unknown'}{state}; {versions}")
+    lines.append(f"- seed {first.seed}; {', '.join(f'{key} {value}' for key, value in first.precision.items())}")
+    if first.rates:
+        lines.append(f"- rates of the same session: {', '.join(f'{k} {v:.3g}' for k, v in first.rates.items())}")
+    steps = ", ".join(f"{record.name} {record.values['step'].repeats}" for record in records)
+    lines.append(f"- measured steps: {steps}")
+    lines += [f"- {note}" for note in dict.fromkeys(note for record in records for note in record.notes)]
+    return "\n".join(lines)
+
+
+def _base(record: Record, records: Sequence[Record]) -> Record | None:
+    """The rung that this one builds on."""
+    name = record.problem.get("builds_on")
+    return next((other for other in records if other.name == name), None)
+
+
+def number(value: float) -> str:
+    """Milliseconds with three figures, or all before the point."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.3g}"
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], numbers: Iterable[int] = ()) -> str:
+    right = set(numbers)
+    rule = ["---:" if column in right else "---" for column in range(len(heads))]
+    cells = [[str(cell).replace("|", "\\|") for cell in row] for row in [heads, *rows]]
+    lines = [f"| {' | '.join(row)} |" for row in cells]
+    return "\n".join([lines[0], f"|{'|'.join(rule)}|", *lines[1:]])

@@ -1,0 +1,287 @@
+"""One rank of an expert-parallel world, with random weights or a checkpoint's, and a cache of random entries."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+
+from minideepinfer.cache.kv_cache import KVCache
+from minideepinfer.config import EngineConfig, ModelConfig
+from minideepinfer.errors import ConfigError
+from minideepinfer.measure.made_up_ranks import MadeUpRanks
+from minideepinfer.measure.stages import SwitchedClock
+from minideepinfer.measure.step_costs import ExpertRows, StepCosts
+from minideepinfer.measure.synthetic import Share, SyntheticWeights
+from minideepinfer.model.engram_hash import EngramHash
+from minideepinfer.model.step import Step
+from minideepinfer.operators import MoeProblem, NoClock, OperatorRegistry, Phase, Problem, load_registry
+from minideepinfer.operators.build import OperatorBuilder
+from minideepinfer.operators.plan import Plan
+from minideepinfer.quantization import qdq_fp8, qdq_mxfp4, qdq_nvfp4
+from minideepinfer.runtime.assembly import assemble
+from minideepinfer.runtime.batching import build_step, make_parts, wanted_rows
+from minideepinfer.runtime.scheduler import ScheduledRequest
+from minideepinfer.runtime.setup import Setup
+
+_PIECE = 2048
+"""Rings or pages that are rounded at a time; bounds memory."""
+
+
+@dataclass(frozen=True)
+class RankShape:
+    """How much of a model and its world one rank is.
+
+    Attributes:
+        world_size: ranks of the world of which one is measured.
+        engram_fraction: share of this rank's Engram rows that is held.
+        most_rows: rows of a step, for which there is room.
+        num_layers: first layers of the model that run; None = all.
+        seed: of everything random.
+    """
+
+    world_size: int
+    engram_fraction: float
+    most_rows: int
+    num_layers: int | None = None
+    seed: int = 0
+
+    def share(self, model_config: ModelConfig) -> Share:
+        """What the rank holds of a model.
+
+        Raises:
+            ConfigError: the model cannot be shared like that.
+        """
+        text = model_config.text_config
+        if text.n_routed_experts % self.world_size:
+            raise ConfigError(f"{text.n_routed_experts} experts cannot be shared by {self.world_size} ranks evenly")
+        if (self.num_layers or 0) > text.num_hidden_layers:
+            raise ConfigError(f"benchmark: num_layers is {self.num_layers}; the model has {text.num_hidden_layers}")
+        return Share(
+            num_layers=self.num_layers or text.num_hidden_layers,
+            num_experts=text.n_routed_experts // self.world_size,
+            engram_rows=int(max(text.engram_num_embeddings) / self.world_size * self.engram_fraction),
+        )
+
+
+class Rank:
+    """A rank whose steps can be repeated.
+
+    Attributes:
+        registry: operators to choose from.
+        setup: device, precision and plan.
+        cache: random entries, rounded as the model rounds them.
+        model: its blocks, embedding and head.
+        ranks: the other ranks.
+        clock: told of stages; its target can be changed.
+    """
+
+    def __init__(self, model_config: ModelConfig, engine_config: EngineConfig, shape: RankShape) -> None:
+        """Make weights and cache.
+
+        Args:
+            model_config: the model.
+            engine_config: `cache` says how many pages and rings there are.
+            shape: how much of it.
+
+        Raises:
+            ConfigError: layers, ranks or device do not fit the model or the machine.
+            OperatorError: a chosen operator cannot serve the rank's problem.
+        """
+        self.shape, self.config = shape, model_config.text_config
+        share = shape.share(model_config)
+        self.registry = load_registry(engine_config.plugins.ignore)
+        self.setup = rank_setup(model_config, engine_config, shape, self.registry)
+        self.clock = SwitchedClock(NoClock())
+        self._hash = EngramHash(model_config, None, self.setup.device)
+        self._maker = maker = SyntheticWeights(self.config, share, self.setup.dtype, self.setup.device, shape.seed)
+        self._weights = weights = maker.make()
+        self.ranks = MadeUpRanks(shape.world_size, shape.most_rows, weights.layers[0].attention.wq_a, self.clock)
+        self.cache, self.model = self.setup.build(weights, self.clock, self.ranks)
+        fill_cache(self.cache, engine_config, maker)
+        self._generator = torch.Generator(self.setup.device).manual_seed(shape.seed)
+        self._kept = [tensor.clone() for tensor in self._overwritten()]
+        self.draw_others()
+
+    def change(self, engine_config: EngineConfig, num_layers: int | None = None) -> None:
+        """Go over to another plan, or fewer layers, with the same weights and cache.
+
+        Experts exist only as their operator keeps them: where that changes, they are made again.
+
+        Args:
+            engine_config: with the device, dtype and cache of the one before.
+            num_layers: first of the layers that the rank holds; None = all.
+
+        Raises:
+            OperatorError: a chosen operator cannot serve the rank's problem.
+        """
+        before = self.setup
+        self.setup = rank_setup(before.model_config, engine_config, self.shape, self.registry)
+        made = {
+            block.layer.layer_id: block.moe_weights
+            for block in self.model.blocks
+            if moe_choice(before.plan, block.layer.layer_id) == moe_choice(self.setup.plan, block.layer.layer_id)
+        }
+        del self.model  # a rank has no room for experts in two forms
+        layers = [
+            weights if layer_id in made else replace(weights, moe=self._maker.moe(layer_id))
+            for layer_id, weights in enumerate(self._weights.layers[:num_layers])
+        ]
+        self.model = assemble(
+            self.config,
+            engine_config,
+            replace(self._weights, layers=layers),
+            self.cache,
+            self.setup.plan,
+            OperatorBuilder(self.setup.device, self.clock),
+            self.setup.dtype,
+            self.ranks,
+            moe_weights=made,
+        )
+        self.draw_others()
+
+    def set_replay(self, replay: Literal["full", "bounded"]) -> None:
+        """From now on this many prompt rows run the decoder layers; nothing else depends on it."""
+        engine = self.setup.engine_config.model_copy(update={"replay": replay})
+        self.setup = replace(self.setup, engine_config=engine)
+
+    @torch.inference_mode()
+    def draw_others(self) -> None:
+        """Fresh rows of the other ranks."""
+        self.ranks.draw(self.model.blocks, self._generator)
+
+    def rewind(self) -> None:
+        """Undo a step: window rings and pending pairs are as they were; entries in pages will be written again."""
+        self.ranks.next_layer = 0
+        for now, before in zip(self._overwritten(), self._kept, strict=True):
+            now.copy_(before)
+
+    def _overwritten(self) -> list[torch.Tensor]:
+        return [*self.cache.window, *self.cache.pending.values()]
+
+    def new_step(self, scheduled: Sequence[ScheduledRequest]) -> tuple[Step, torch.Tensor]:
+        """Pack requests: the step, and the rows of its output whose logits are wanted."""
+        engine, device = self.setup.engine_config, self.setup.device
+        parts = make_parts(scheduled, self.config, engine.replay)
+        step = build_step(parts, self.config, self._hash, engine.cache.page_tokens, device)
+        step.clock = self.clock
+        world_size = self.shape.world_size
+        step.counts = (step.encoder.num_tokens,) * world_size, (step.decoder.num_tokens,) * world_size
+        return step, wanted_rows(parts).to(device)
+
+    @torch.inference_mode()
+    def run(self, scheduled: Sequence[ScheduledRequest]) -> torch.Tensor:
+        """Compute a step behind a `rewind`; logits of the rows that are wanted, float32 `[N, vocab]`."""
+        step, rows = self.new_step(scheduled)
+        return self.model.logits(self.model.forward(step), step, rows)
+
+    @property
+    def local(self) -> range:
+        """The experts of this rank."""
+        return range(self.config.n_routed_experts // self.shape.world_size)
+
+    def operators(self, phase: Phase) -> list[Any]:
+        """The built operators that serve a phase."""
+        found: list[Any] = [self.model.mixing.operators[phase]]
+        for block in self.model.blocks:
+            found += [block.moe[phase], block.attention.attention[phase]]
+            found += [block.attention.indexer[phase]] if block.attention.indexer else []
+        return found
+
+    def costs(self, step: Step, num_logits: int) -> StepCosts:
+        """What a step like the last one costs at least."""
+        experts = {layer: ExpertRows.of(ids, self.local) for layer, ids in self.ranks.dispatched_ids.items()}
+        return StepCosts(self.config, self.setup.plan, step, experts, num_logits)
+
+    def described(self) -> dict[str, Any]:
+        """What was measured, in plain data."""
+        return {
+            "world_size": self.shape.world_size,
+            "engram_fraction": self.shape.engram_fraction,
+            "layers": len(self.model.blocks),
+            "model_layers": self.config.num_hidden_layers,
+            "hidden_size": self.config.hidden_size,
+            "experts": self.config.n_routed_experts,
+            "vocab_size": self.config.vocab_size,
+        }
+
+    def precision(self) -> dict[str, str]:
+        """The switches that change numbers."""
+        engine = self.setup.engine_config
+        return {
+            "dtype": self.setup.dtype_name,
+            "cache": self.setup.layout.name,
+            "kv_quantization": engine.kv_quantization,
+            "activation_quantization": engine.activation_quantization,
+            "replay": engine.replay,
+        }
+
+    def headline(self) -> str:
+        """What every benchmark of a rank says first: what is absent or made up, and the precision."""
+        return (
+            f"one rank of {self.shape.world_size}, no network; "
+            f"{', '.join(f'{name} {value}' for name, value in self.precision().items())}; "
+            f"{len(self.model.blocks)} of {self.config.num_hidden_layers} layers, random weights and cache, "
+            f"{self.shape.engram_fraction:.3g} of the rank's Engram rows"
+        )
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        if self.setup.device.type == "cuda":
+            torch.cuda.synchronize(self.setup.device)
+
+
+def rank_setup(
+    model_config: ModelConfig, engine_config: EngineConfig, shape: RankShape, registry: OperatorRegistry
+) -> Setup:
+    """What is decided for a rank before weights are made.
+
+    Args:
+        model_config: the model.
+        engine_config: how to run it.
+        shape: how much of it.
+        registry: operators to choose from.
+
+    Raises:
+        ConfigError: the model cannot be shared like that.
+        OperatorError: a chosen operator cannot serve the rank's problem.
+    """
+    shape.share(model_config)
+    return Setup.of(model_config, engine_config, registry, adjust=lambda problem: of_rank(problem, shape.world_size))
+
+
+def moe_choice(plan: Plan, layer_id: int) -> list[object]:
+    """What decides the form of a layer's experts: operator, options and problem of each phase."""
+    chosen = [plan.operators["moe", layer_id, phase] for phase in Phase]
+    return [(planned.registered, planned.options, planned.problem) for planned in chosen]
+
+
+def of_rank(problem: Problem, world_size: int) -> Problem:
+    """A rank's MoE problems hold only its share of the experts."""
+    if not isinstance(problem, MoeProblem):
+        return problem
+    return replace(problem, num_local_experts=problem.num_experts // world_size, world_size=world_size)
+
+
+def fill_cache(cache: KVCache, engine_config: EngineConfig, maker: SyntheticWeights) -> None:
+    """Random entries, as the model would have rounded them, in every ring and page."""
+    released = engine_config.kv_quantization == "released"
+    for pools, rounded in (
+        (dict(enumerate(cache.window)), qdq_fp8),
+        (cache.main, qdq_nvfp4),
+        (cache.index_keys, qdq_mxfp4),
+    ):
+        for pool in pools.values():
+            for piece in pool.split(_PIECE):
+                values = maker.normal(*piece.shape)
+                piece.copy_(rounded(values) if released else values)
+    for pool in cache.pending.values():
+        pool.normal_(generator=maker.generator)
+
+
+def with_cache(engine_config: EngineConfig, num_pages: int, max_requests: int) -> EngineConfig:
+    """The same configuration with room for just that."""
+    cache = engine_config.cache.model_copy(update={"num_pages": num_pages, "max_requests": max_requests})
+    return engine_config.model_copy(update={"cache": cache})

@@ -1,0 +1,1 @@
+"""Epilogue operators of mini-DeepInfer."""

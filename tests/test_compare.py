@@ -1,0 +1,234 @@
+"""Records: written and read back, compared, refused; and the gate for regressions."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from minideepinfer.cli.main import main
+from minideepinfer.errors import ConfigError
+from minideepinfer.measure.compare import Change, compare, differences, regressions
+from minideepinfer.measure.record import Machine, Measurement, Record, Software, read_records, write_records
+
+H200 = Machine(device="NVIDIA H200", driver="580.1", power_limit_watts=700.0, sm_clock_mhz=(1980, 1410))
+
+
+def measurement(median: float, spread: float = 0.02, unit: Any = "ms") -> Measurement:
+    """With a symmetric interval."""
+    low, high = median * (1 - spread / 2), median * (1 + spread / 2)
+    return Measurement(median=median, low=low, high=high, repeats=20, unit=unit)
+
+
+def record(name: str = "moe:fused, experts", ratio: float = 0.1, **changes: Any) -> Record:
+    """One kernel, some of it changed."""
+    fields: dict[str, Any] = {
+        "benchmark": "kernel",
+        "name": name,
+        "headline": "alone",
+        "machine": H200,
+        "software": Software(commit="a" * 40, dirty=False, versions={"torch": "2.11"}),
+        "problem": {"preset": "v41-rank", "sizes": {"tokens": 4096, "batch": {"seqlens": "64 x 1"}}},
+        "precision": {"dtype": "bfloat16", "kv_quantization": "released"},
+        "seed": 0,
+        "values": {"time": measurement(10 * ratio), "ratio_to_naive": measurement(ratio, unit="1")},
+    }
+    return Record(**{**fields, **changes})
+
+
+NUMBERS = st.floats(min_value=1e-6, max_value=1e9)
+MEASUREMENTS = st.builds(
+    Measurement,
+    median=NUMBERS,
+    low=NUMBERS,
+    high=NUMBERS,
+    repeats=st.integers(1, 99),
+    unit=st.sampled_from(["ms", "1"]),
+)
+TEXT = st.text(max_size=8)
+RECORDS = st.builds(
+    Record,
+    benchmark=st.sampled_from(["kernel", "prefill", "decode", "ladder"]),
+    name=TEXT,
+    headline=TEXT,
+    machine=st.builds(Machine, device=TEXT, sm_clock_mhz=st.none() | st.tuples(st.integers(), st.integers())),
+    software=st.builds(Software, commit=TEXT, dirty=st.booleans(), versions=st.dictionaries(TEXT, TEXT, max_size=2)),
+    problem=st.dictionaries(TEXT, st.integers() | TEXT | st.lists(st.integers(), max_size=3), max_size=3),
+    seed=st.integers(),
+    values=st.dictionaries(TEXT, MEASUREMENTS, max_size=3),
+    stages=st.dictionaries(TEXT, NUMBERS, max_size=3),
+    notes=st.lists(TEXT, max_size=2).map(tuple),
+)
+
+
+@given(st.lists(RECORDS, max_size=3))
+def test_records_are_read_back_equal(tmp_path_factory: pytest.TempPathFactory, records: list[Record]) -> None:
+    file = tmp_path_factory.mktemp("records") / "r.json"
+    write_records(file, records)
+    assert read_records(file) == records
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "cannot be parsed"),
+        ("{}", "holds a dict; a list of records is needed"),
+        ("[{}]", "record 0: "),
+        (json.dumps([record().model_dump(mode="json") | {"seed": "x"}]), "record 0: seed"),
+        (json.dumps([record().model_dump(mode="json") | {"colour": 1}]), "record 0: colour"),
+        (json.dumps([record().model_dump(mode="json") | {"version": 2}]), "record 0: version"),
+    ],
+)
+def test_a_bad_file_is_a_clear_error(
+    tmp_path: Path, text: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, good = tmp_path / "bad.json", tmp_path / "good.json"
+    file.write_text(text)
+    write_records(good, [record()])
+    assert main(["bench", "compare", str(good), str(file)]) == 1
+    error = capsys.readouterr().err
+    assert f"mini-deepinfer: {file}: {message}" in error
+
+
+def test_a_missing_file_is_a_clear_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "compare", str(tmp_path / "none.json"), str(tmp_path / "none.json")]) == 1
+    assert "none.json: cannot be read (No such file or directory)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        (
+            {"machine": H200.model_copy(update={"device": "B200"})},
+            "machine.device is 'NVIDIA H200' in the first and 'B200'",
+        ),
+        ({"machine": H200.model_copy(update={"driver": "590"})}, "machine.driver is '580.1' in the first and '590'"),
+        (
+            {"machine": H200.model_copy(update={"power_limit_watts": 500.0})},
+            "machine.power_limit_watts is 700.0 in the first and 500.0",
+        ),
+        ({"problem": {**record().problem, "preset": "tiny"}}, "problem.preset is 'v41-rank' in the first and 'tiny'"),
+        (
+            {"problem": {"preset": "v41-rank", "sizes": {"tokens": 8, "batch": {"seqlens": "64 x 1"}}}},
+            "problem.sizes.tokens is 4096 in the first and 8 in the second",
+        ),
+        ({"problem": {"preset": "v41-rank"}}, "problem.sizes is {'tokens': 4096, 'batch': {'seqlens': '64 x 1'}}"),
+        ({"precision": {"dtype": "float32", "kv_quantization": "released"}}, "precision.dtype is 'bfloat16'"),
+        ({"precision": {"dtype": "bfloat16"}}, "precision.kv_quantization is 'released' in the first and absent"),
+        ({"values": {"time": measurement(1.0, unit="GB/s")}}, "unit of time is 'ms' in the first and 'GB/s'"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_by_name(
+    changes: dict[str, Any], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before, after = record(), record(**changes)
+    (found,) = differences(before, after)
+    assert found.startswith(sentence)
+    (pair,) = compare([before], [after])
+    assert pair.differences == (found,)
+    assert pair.changes == ()
+    for name, each in (("a", before), ("b", after)):
+        write_records(tmp_path / name, [each])
+    assert main(["bench", "compare", str(tmp_path / "a"), str(tmp_path / "b"), "--fail-over", "5%"]) == 1
+    out = capsys.readouterr().out
+    assert "kernel moe:fused, experts: cannot be compared" in out
+    assert sentence in out
+
+
+def test_versions_commits_clocks_and_plans_may_differ() -> None:
+    other = record(
+        machine=H200.model_copy(update={"sm_clock_mhz": (1980, 1980), "throttled": ("power cap",)}),
+        software=Software(commit="", dirty=True, versions={"torch": "2.12"}),
+        plan={"operator": "fused"},
+        seed=1,
+    )
+    assert list(differences(record(), other)) == []
+
+
+def test_records_are_paired_by_benchmark_and_name() -> None:
+    pairs = compare([record("x"), record("y")], [record("y", 0.2), record("z")])
+    assert [(pair.title, pair.before is None, pair.after is None) for pair in pairs] == [
+        ("kernel x", False, True),
+        ("kernel y", False, False),
+        ("kernel z", True, False),
+    ]
+    change = pairs[1].change("ratio_to_naive")
+    assert change is not None
+    assert change.ratio == pytest.approx(2.0)
+
+
+def test_two_records_of_a_name_or_no_common_name_are_refused() -> None:
+    with pytest.raises(ConfigError, match="the second file has two records of kernel x"):
+        compare([record("x")], [record("x"), record("x")])
+    with pytest.raises(ConfigError, match="no benchmark of one name in common"):
+        compare([record("x")], [record("y")])
+
+
+def test_overlapping_intervals_are_within_the_spread() -> None:
+    near, far = (
+        Change("time", measurement(1.0), measurement(1.015)),
+        Change("time", measurement(1.0), measurement(1.03)),
+    )
+    assert (near.within_spread, far.within_spread) == (True, False)
+    assert (near.is_worse, far.is_worse) == (True, True)
+    rate = Change("tokens", measurement(1.0, unit="tokens/s"), measurement(1.5, unit="tokens/s"))
+    assert (rate.is_worse, rate.within_spread) == (False, False)
+    same = Change("time", measurement(1.0), measurement(1.0))
+    assert (same.is_worse, same.within_spread) == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "allowed", "slower"),
+    [
+        (0.1, 0.104, 0.05, False),  # worse, less than allowed
+        (0.1, 0.107, 0.05, True),
+        (0.1, 0.107, 0.10, False),
+        (0.1, 0.05, 0.05, False),  # better
+    ],
+)
+def test_the_gate_looks_at_the_ratio_to_naive(before: float, after: float, allowed: float, slower: bool) -> None:
+    assert (
+        bool(regressions(compare([record(ratio=before)], [record(ratio=after)]), "ratio_to_naive", allowed)) is slower
+    )
+
+
+def test_the_gate_ignores_a_slower_card_and_a_change_within_the_spread() -> None:
+    throttled = record(values={"time": measurement(2.0), "ratio_to_naive": measurement(0.1, unit="1")})
+    assert regressions(compare([record()], [throttled]), "ratio_to_naive", 0.05) == []
+    noisy = record(values={"ratio_to_naive": measurement(0.107, spread=0.2, unit="1")})
+    assert regressions(compare([record()], [noisy]), "ratio_to_naive", 0.05) == []
+
+
+def test_the_gate_fails_for_a_kernel_that_is_no_longer_right() -> None:
+    wrong = record(values={}, notes=("FAILED: heads",))
+    assert regressions(compare([record()], [wrong]), "ratio_to_naive", 0.05) == [
+        "kernel moe:fused, experts: FAILED: heads"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("ratio", "arguments", "code", "text"),
+    [
+        (0.2, [], 0, "ratio_to_naive       0.1 -> 0.2, B / A 2.000, worse"),
+        (0.2, ["--fail-over", "5%"], 1, "SLOWER kernel moe:fused, experts: ratio_to_naive +100.0%"),
+        (0.2, ["--fail-over", "150"], 0, "no kernel got slower by more than 150.0%"),
+        (0.1005, ["--fail-over", "0%"], 0, "within the spread"),
+        (0.05, ["--fail-over", "5%"], 0, "better"),
+    ],
+)
+def test_the_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], ratio: float, arguments: list[str], code: int, text: str
+) -> None:
+    for name, each in (("a", record()), ("b", record(ratio=ratio))):
+        write_records(tmp_path / name, [each])
+    assert main(["bench", "compare", str(tmp_path / "a"), str(tmp_path / "b"), *arguments]) == code
+    assert text in capsys.readouterr().out
+
+
+def test_a_percentage_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
+    for wrong in ("five", "-1%", "nan", "inf"):
+        assert main(["bench", "compare", "a", "b", f"--fail-over={wrong}"]) == 2
+    assert "percentage" in capsys.readouterr().err

@@ -25,9 +25,7 @@ from minideepinfer.measure.facts import machine, software
 from minideepinfer.operators import MoeWeights, PackedExperts, SharedExpert
 from torch import Tensor
 from two_gpus_bench import RELEASED, TINY, Bench
-
-OPERATORS = ("collective", "all_to_all")
-
+from two_gpus_model import OPERATORS, fixed_step, modules
 
 # Correct
 
@@ -225,7 +223,7 @@ def _table(first: int, rows: int, width: int, device: torch.device) -> Tensor:
     return table
 
 
-PARTS = {"correct": correct, "engram": engram, "cost": cost}
+PARTS = {"correct": correct, "engram": engram, "cost": cost, "modules": modules, "step": fixed_step}
 
 
 def topology() -> str:
@@ -263,7 +261,8 @@ def main() -> int:
     failed = False
     for name in arguments.parts:
         try:
-            record[name] = PARTS[name](bench)
+            with torch.inference_mode():
+                record[name] = PARTS[name](bench)
         except Exception:
             record[name], failed = {"error": traceback.format_exc()}, True
         if bench.rank == 0:

@@ -60,7 +60,7 @@ class World:
 
         Args:
             value: can be pickled.
-            patient: wait as long as the others live, not half of `parallel.timeout_seconds`.
+            patient: wait as long as the others live, not just as long as in a step.
         """
         return [value]
 
@@ -161,7 +161,7 @@ class _Ranks(World):
             store=PrefixStore(f"{self._prefix}/group", self._connection()),
             rank=self.rank,
             world_size=self.size,
-            timeout=timedelta(seconds=self._timeout / 2),
+            timeout=timedelta(seconds=self._watch.patience),
         )
 
     def broadcast(self, value: T) -> T:
@@ -180,7 +180,7 @@ class _Ranks(World):
         number = next(self._round)
         self._post(number, value)
         others = [rank for rank in range(self.size) if rank != self.rank]
-        received = self._take(number, others, None if patient else self._timeout / 2)
+        received = self._take(number, others, None if patient else self._watch.patience)
         received.insert(self.rank, value)
         return received
 
@@ -189,7 +189,7 @@ class _Ranks(World):
         if self.rank:
             self._post(number, value)
             return []
-        return [value, *self._take(number, range(1, self.size), self._timeout / 2)]
+        return [value, *self._take(number, range(1, self.size), self._watch.patience)]
 
     @contextmanager
     def together(self) -> Iterator[None]:

@@ -38,7 +38,7 @@ def test_every_step_computes_the_same(bench: PrefillBench) -> None:
 
 
 def test_the_other_ranks_rows_are_fresh_and_routed_by_each_gate(bench: PrefillBench) -> None:
-    ranks = bench.rank.ranks
+    ranks = bench.rank.others
     before = ranks.strangers.clone()
     bench.renew()
     assert not torch.equal(before, ranks.strangers)
@@ -51,9 +51,8 @@ def test_the_other_ranks_rows_are_fresh_and_routed_by_each_gate(bench: PrefillBe
 
 
 def test_a_rank_computes_the_rows_of_all_ranks(bench: PrefillBench) -> None:
-    bench.rewind()
-    bench.step()
-    dispatched = bench.rank.ranks.dispatched_ids
+    bench.check()
+    dispatched = bench.rank.routing
     assert {len(ids) for ids in dispatched.values()} == {2 * bench.problem.new_tokens}
     assert list(dispatched) == list(range(MODEL.text_config.num_hidden_layers))
     low, mean, high = bench.rows_per_expert()
@@ -72,7 +71,7 @@ def test_a_gate_that_routes_strangely_is_refused(bench: PrefillBench, monkeypatc
 def test_bounded_replay_runs_fewer_rows_behind_the_candidate_source() -> None:
     bench = PrefillBench(MODEL, EngineConfig(device="cpu", replay="bounded"), PRESETS["tiny"])
     bench.step()
-    dispatched = bench.rank.ranks.dispatched_ids
+    dispatched = bench.rank.others.dispatched_ids
     last = len(bench.model.blocks) - 1
     assert len(dispatched[0]) == 2 * bench.problem.new_tokens
     assert len(dispatched[last]) == 2 * min(bench.problem.new_tokens, MODEL.text_config.sliding_window)
@@ -136,9 +135,9 @@ def test_an_unknown_operator_is_refused() -> None:
         (["--layers", "99"], "num_layers is 99; the model has 12"),
         (["--steps", "0"], "steps is 0; at least 1 is needed"),
         (["--steps", "-1"], "steps is -1; at least 1 is needed"),
-        (["--output", "/nonesuch/record.json"], "--output /nonesuch/record.json: cannot be written (No such file"),
-        (["--output", "/"], "--output /: cannot be written (Is a directory)"),
-        (["--profile", "trace", "/"], "--profile trace /: cannot be written (Is a directory)"),
+        (["--output", "/nonesuch/record.json"], "/nonesuch/record.json: cannot be written (No such file"),
+        (["--output", "/"], "/: cannot be written (Is a directory)"),
+        (["--profile", "trace", "/"], "/: cannot be written (Is a directory)"),
         (["--profile", "trace"], "--profile trace: known are `stages` and `trace FILE`"),
         (["--profile", "kernels"], "--profile kernels: known are `stages` and `trace FILE`"),
     ],
@@ -160,7 +159,7 @@ def test_the_command_prints_and_keeps_everything(tmp_path: Path, capsys: pytest.
     out = capsys.readouterr().out
     first = out.splitlines()[0]
     assert first.startswith("one rank of 2, no network; dtype float32, cache float32, kv_quantization released, ")
-    assert "replay bounded; 3 of 12 layers, random weights and cache" in first
+    assert "replay bounded; 3 of 12 layers, random weights, random cache" in first
     assert "tokens/s" in out
     (record,) = read_records(file)
     assert record.problem["layers"] == 3

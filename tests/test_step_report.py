@@ -27,6 +27,8 @@ class FakeRank:
     def synchronize(self) -> None:
         pass
 
+    meet = synchronize
+
     def rewind(self) -> None:
         self.rewound += 1
         time.sleep(0.02)

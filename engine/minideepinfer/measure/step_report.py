@@ -21,7 +21,7 @@ def prefill_lines(record: Record) -> list[str]:
     least, mean, most = (record.values[f"rows_per_expert_{kind}"].median for kind in ("least", "mean", "most"))
     lines = [
         f"step {step.median:.1f} ms ({step.low:.1f} to {step.high:.1f}, {step.repeats} steps): "
-        f"{speed.median:,.0f} tokens/s",
+        f"{speed.median:,.0f} tokens/s{' a rank' if record.problem.get('ranks', 1) > 1 else ''}",
         f"rows per expert: min {least:.0f}, mean {mean:.1f}, max {most:.0f}{_memory(record)}",
         *_distance(record),
     ]

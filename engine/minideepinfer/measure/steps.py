@@ -87,7 +87,7 @@ def time_steps(
 
 def _one(rank: Rank, step: Callable[[], object], between: Callable[[], None], timer: StageTimer | None) -> float:
     between()
-    rank.synchronize()
+    rank.meet()
     begin = time.perf_counter()
     _under(rank, timer or NoClock(), step)
     rank.synchronize()
@@ -113,9 +113,9 @@ def _traced(
         return None
     clock = TraceClock()
     with tempfile.TemporaryDirectory() as folder:
-        path = profile.trace or Path(folder) / "trace.json"
+        path = profile.trace if profile.trace and rank.world.rank == 0 else Path(folder) / "trace.json"
         between()
-        rank.synchronize()
+        rank.meet()
         trace_step(lambda: _under(rank, clock, step), path, cuda)
         return kernel_times(path, clock.names) if cuda else None
 

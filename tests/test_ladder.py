@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -204,3 +206,14 @@ def test_the_tiny_ladder_runs_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFix
     assert [record.name for record in records] == ["all naive", "+bounded replay"]
     assert all(record.headline.startswith("one rank of 2, no network") for record in records)
     assert all(record.plan and record.rates and record.stages for record in records)
+
+
+def test_experts_in_the_form_of_the_plan_before_are_gone(bench: PrefillBench, install: Install) -> None:
+    kept = [weakref.ref(experts.experts.w13) for block in bench.model.blocks for experts in block.moe_weights.values()]
+    odd = install("moe", "run", lambda output: output)
+    gc.disable()
+    try:
+        choose(bench, odd)
+        assert not [ref for ref in kept if ref() is not None]
+    finally:
+        gc.enable()

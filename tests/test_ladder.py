@@ -154,7 +154,7 @@ def ladder_of(*rungs: dict[str, Any]) -> Any:
 def test_a_rung_with_a_new_operator_has_three_layers_of_evidence(install: Install) -> None:
     install("attention", "run", lambda heads: heads)
     records: list[Record] = []
-    run_ladder(TINY, ladder_of({"name": "+odd", "engine": {"ops": {"attention": "odd"}}}), records.append)
+    run_ladder(TINY, ladder_of({"name": "+odd", "engine": {"ops": {"attention": "odd"}}, "layers": 2}), records.append)
     first, odd = records
     assert first.problem["builds_on"] is None and odd.problem["builds_on"] == "first"
     assert not [name for name in first.values if name.startswith("kernel ")]
@@ -165,7 +165,7 @@ def test_a_rung_with_a_new_operator_has_three_layers_of_evidence(install: Instal
         assert odd.errors[f"kernel {name}"] == 0.0
     assert sum(odd.stages.values()) == pytest.approx(odd.values["step_with_stages"].median, rel=0.3)
     assert odd.errors["attention"] == 0.0
-    assert any("first 3 layers; nothing is scaled" in note for note in odd.notes)
+    assert any("first 2 layers; nothing is scaled" in note for note in odd.notes)
 
 
 def test_a_rung_that_cannot_be_served_is_refused_before_anything_runs() -> None:

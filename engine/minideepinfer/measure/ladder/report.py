@@ -293,7 +293,7 @@ def _conditions(records: Sequence[Record]) -> str:
     lines.append(f"- commit {software.commit or 'unknown'}{state}; {versions}")
     lines.append(f"- seed {first.seed}; {', '.join(f'{key} {value}' for key, value in first.precision.items())}")
     if first.rates:
-        lines.append(f"- rates of the same session: {', '.join(f'{k} {v:.3g}' for k, v in first.rates.items())}")
+        lines.append(f"- rates of the same session: {', '.join(f'{k} {v:.4g}' for k, v in first.rates.items())}")
     steps = ", ".join(f"{record.name} {record.values['step'].repeats}" for record in records)
     lines.append(f"- measured steps: {steps}")
     lines += [f"- {note}" for note in dict.fromkeys(note for record in records for note in record.notes)]

@@ -118,7 +118,7 @@ class _Session:
                 "bounded replay is an approximation by design: behind the source of candidates its windows begin at "
                 "the rows that are kept, which is what its errors of attention and blocks are there"
             )
-        if len(self._bench.model.blocks) < self._model_config.text_config.num_hidden_layers:
+        if len({rung.layers for rung in self._ladder.rungs}) > 1:
             notes.append(f"{record.name} ran the first {len(self._bench.model.blocks)} layers; nothing is scaled")
         return tuple(notes)
 

@@ -8,7 +8,7 @@ to its own list of keys, and so does decode where there are rows enough and the 
 from __future__ import annotations
 
 import torch
-from minideepinfer.operators import AttentionOperator, Batch, BuildContext, Phase, Selection
+from minideepinfer.operators import AttentionOperator, Batch, BuildContext, Phase, Selection, StageClock
 from minideepinfer.operators.problem import AttentionProblem
 from torch import Tensor
 
@@ -24,8 +24,9 @@ MANY_ROWS = 32
 class DecodeAttention:
     """See `AttentionOperator`; splits the keys of few rows, and gives each of `MANY_ROWS` a program."""
 
-    def __init__(self, problem: AttentionProblem, device: torch.device) -> None:
-        self._few, self._many = DirectAttention(problem, device), SparseAttention(problem, device)
+    def __init__(self, problem: AttentionProblem, device: torch.device, clock: StageClock) -> None:
+        self._few, self._many = DirectAttention(problem, device), SparseAttention(problem, device, clock)
+        self.fuses = self._few.fuses
         self.form = f"{self._few.form}, {self._many.form} from {MANY_ROWS} rows"
 
     def prepare(self, batch: Batch) -> DirectMetadata | SparseMetadata:
@@ -56,8 +57,9 @@ def build(context: BuildContext) -> AttentionOperator:
     """Build `fused`."""
     problem = context.problem
     if problem.phase is Phase.DECODE:
-        decode = DecodeAttention if suits_gluon(problem) else DirectAttention
-        return decode(problem, context.device)
+        if suits_gluon(problem):
+            return DecodeAttention(problem, context.device, context.clock)
+        return DirectAttention(problem, context.device)
     if not problem.compress_ratio and problem.sliding_window <= LARGEST_WINDOW:
         return WindowAttention(problem, context.device, context.clock)
     return SparseAttention(problem, context.device, context.clock)

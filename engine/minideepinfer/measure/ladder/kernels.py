@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -141,7 +142,11 @@ class _Timing:
             evidence.values[KERNEL + name] = times[title]
             if base in times:
                 evidence.values[KERNEL_BEFORE + name] = times[base]
-                evidence.errors[KERNEL + name] = largest(_errors(outputs[title], outputs[base]))
+                error = largest(_errors(outputs[title], outputs[base]))
+                if math.isfinite(error):
+                    evidence.errors[KERNEL + name] = error
+                else:
+                    evidence.notes.append(f"kernel {name}: its outputs and those of {base} have no finite difference")
 
 
 def _errors(own: Outputs, base: Outputs) -> Iterator[float]:

@@ -90,7 +90,7 @@ class _Session:
         kernels = self._kernels(self._plans[rung.builds_on], plan) if rung.builds_on else KernelEvidence()
         self._progress("measuring errors")
         errors = module_errors(self._bench, self._reference)
-        if odd := [name for name, error in (errors | kernels.errors).items() if not math.isfinite(error)]:
+        if odd := [name for name, error in errors.items() if not math.isfinite(error)]:
             raise OperatorError(f"not finite on what the first rung computed: {', '.join(odd)}")
         return self._of_ladder(record, rung, errors, kernels)
 

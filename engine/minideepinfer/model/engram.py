@@ -77,9 +77,14 @@ def inject(streams: Tensor, values: Tensor, weights: EngramWeights, config: Text
         weights: for the per-channel weights of the gate.
         config: for the epsilon.
     """
-    x, keys, value = streams.float(), values[:, :-1].float(), values[:, -1:].float()
-    eps, width = config.rms_norm_eps, streams.shape[-1]
-    dot = (x * (weights.q_weight * weights.k_weight) * keys).sum(-1)
-    dot = dot * torch.rsqrt(x.square().mean(-1) + eps) * torch.rsqrt(keys.square().mean(-1) + eps) * width**-0.5
+    keys, value, eps, width = values[:, :-1], values[:, -1:].float(), config.rms_norm_eps, streams.shape[-1]
+    # Products with a float32 operand are float32; copies in float32 would be as large as all else that moves.
+    dot = (streams * (weights.q_weight * weights.k_weight)).mul_(keys).sum(-1)
+    dot = dot * torch.rsqrt(_mean_square(streams) + eps) * torch.rsqrt(_mean_square(keys) + eps) * width**-0.5
     gate = torch.sigmoid(torch.copysign(dot.abs().clamp(min=1e-6).sqrt(), dot))
-    return (x + gate.unsqueeze(-1) * value).to(streams.dtype)
+    return (streams + gate.unsqueeze(-1) * value).to(streams.dtype)
+
+
+def _mean_square(x: Tensor) -> Tensor:
+    """float32 `[T, S]` of `[T, S, H]`, summed in float32."""
+    return torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).square() / x.shape[-1]

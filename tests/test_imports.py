@@ -56,6 +56,24 @@ def test_the_core_imports_no_plugin() -> None:
     assert offenders == {}
 
 
+def imports(source: str, name: str) -> bool:
+    """Whether a file imports a module, or something from it."""
+    nodes = list(ast.walk(ast.parse(source)))
+    found = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
+    return any(module == name or module.startswith(f"{name}.") for module in found)
+
+
+def test_only_comm_operators_the_world_and_the_launcher_touch_torch_distributed() -> None:
+    files = [file for root in SOURCE_ROOTS for file in root.rglob("*.py")]
+    users = {str(f.relative_to(ROOT)) for f in files if imports(f.read_text(encoding="utf-8"), "torch.distributed")}
+    core = {name for name in users if name.startswith("engine")}
+    assert core == {f"engine/minideepinfer/runtime/{name}.py" for name in ("world", "launch")}
+    assert {name for name in users - core if not name.startswith("plugins/comm/")} == set()
+
+
 def test_every_source_root_holds_one_package() -> None:
     for root in SOURCE_ROOTS:
         assert len([child for child in root.iterdir() if child.name != "__pycache__"]) == 1, root

@@ -15,6 +15,7 @@ from minideepinfer.testing.subject import Subject
 from minideepinfer.testing.tolerances import conformance
 from mutants import Mutant, attention, comm, epilogue, indexer, moe, residual
 from mutants.faults import FAULTS
+from mutants.made import PackageMutant
 
 sys.path.append(str(Path(__file__).parents[1] / "examples/acme_ops"))
 from acme_ops.plugin import minideepinfer_operators as acme_declarations
@@ -33,6 +34,8 @@ MUTANTS = [
     *((mutant, NAIVE["indexer"]) for mutant in indexer.NAIVE),
     *((mutant, NAIVE["moe"]) for mutant in moe.NAIVE),
     *((mutant, NAIVE["comm"]) for mutant in comm.NAIVE),
+    *((mutant, REGISTRY.get("comm", "collective")) for mutant in comm.COLLECTIVE),
+    *((mutant, REGISTRY.get("comm", "all_to_all")) for mutant in comm.ALL_TO_ALL),
     *((mutant, NAIVE["residual"]) for mutant in residual.NAIVE),
     *((mutant, NAIVE["epilogue"]) for mutant in epilogue.NAIVE),
 ]
@@ -41,11 +44,11 @@ QUICK = replace(PROFILES["quick"], shrink=False)
 
 
 def _id(value: object) -> str:
-    return value.name if isinstance(value, Mutant) else str(value.declaration.family)
+    return value.name if isinstance(value, Mutant | PackageMutant) else str(value.declaration.family)
 
 
 @pytest.mark.parametrize(("mutant", "origin"), MUTANTS, ids=_id)
-def test_a_broken_operator_is_killed_as_foretold(mutant: Mutant, origin: RegisteredOperator) -> None:
+def test_a_broken_operator_is_killed_as_foretold(mutant: Mutant | PackageMutant, origin: RegisteredOperator) -> None:
     operator = mutant.build(origin.declaration)
     family = conformance(operator.declaration.family)
     subject = Subject(operator, REGISTRY, family)

@@ -126,7 +126,7 @@ def check(registry: OperatorRegistry, operator: RegisteredOperator, name: str) -
 def test_a_comm_operator_between_processes(registry: OperatorRegistry, name: str) -> None:
     outcome, subject = check(registry, gloo(), name)
     assert outcome.status == PASSED, outcome.reason
-    assert subject.tally.ran == 2 * {"C1": 6, "M4": 4}[name] * (2 + 4)
+    assert subject.tally.ran == 2 * {"C1": 8, "M4": 4}[name] * (2 + 4)
     assert list(subject.tally.refused) == ["has world size 1, needs more"]
 
 
@@ -137,7 +137,7 @@ def test_experts_over_processes(registry: OperatorRegistry) -> None:
     moe = registry.get("moe", "naive")
     judge = Subject(moe, with_gloo(registry, gloo()), conformance("moe"))
     assert check_one(judge, judge.family.relation("moe-and-comm"), QUICK, 0).status == PASSED
-    assert judge.tally.ran == 2 * 2 * (1 + 2 + 4), "on one rank with `single`"
+    assert judge.tally.ran == 2 * 3 * (1 + 2 + 4), "on one rank with `single`"
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,9 @@ def add_parser(subparsers: Any) -> None:
     prompt.add_argument("--ids", type=_ids, metavar="1,2,3", help="prompt as token ids, taken as given")
     parser.add_argument("--model", default="tiny", help="a checkpoint directory, or tiny (the default)")
     parser.add_argument("--json", action="store_true", help="print data")
+    parser.add_argument(
+        "--nproc", type=_positive, metavar="N", help="start N ranks here, each with a share of the experts"
+    )
     sampling = parser.add_argument_group("sampling; a parameter left out has the default of SamplingParams")
     for name, kind in (("max-tokens", int), ("min-tokens", int), ("temperature", float), ("top-p", float)):
         sampling.add_argument(f"--{name}", type=kind, metavar="N")
@@ -45,8 +49,21 @@ def _ids(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of ids such as 1,2,3") from None
 
 
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return value
+
+
 def _run(args: argparse.Namespace) -> int:
+    from minideepinfer.runtime.launch import is_rank, launch
+
+    if args.nproc is not None:
+        args.settings = [*args.settings, ("parallel.expert", args.nproc)]
     config, params = engine_config(args), _params(args)
+    if (args.nproc or 1) > 1 and not is_rank():
+        return launch(args.arguments, args.nproc)
     prompt = args.ids if args.ids is not None else (args.text if args.text is not None else DEFAULT_PROMPT)
 
     from minideepinfer.measure.stages import StageTimer
@@ -87,7 +104,9 @@ def _progress() -> Progress:
 
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    return Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal or os.environ.get("RANK", "0") != "0"
+    )
 
 
 def _stream(llm: LLM, prompt: str | list[int], params: SamplingParams, *, quiet: bool) -> tuple[list[Chunk], bool]:

@@ -37,7 +37,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except MiniDeepInferError as error:
-        print(f"mini-deepinfer: {error}", file=sys.stderr)
+        from minideepinfer.runtime.launch import report
+
+        if not report(error):
+            print(f"mini-deepinfer: {error}", file=sys.stderr)
         return 1
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter flushes into it at exit
@@ -52,6 +55,7 @@ def _run(argv: Sequence[str] | None) -> int:
         args = build_parser().parse_args(argv)
     except SystemExit as stop:  # argparse has printed its message
         return int(stop.code or 0)
+    args.arguments = list(sys.argv[1:] if argv is None else argv)
     return int(args.run(args))
 
 

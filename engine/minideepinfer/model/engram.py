@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minideepinfer.config import TextConfig
 from minideepinfer.errors import OperatorError
 from minideepinfer.model.epilogue import Epilogue
 from minideepinfer.model.weights import EngramWeights
@@ -64,27 +63,5 @@ def engram_values(
     )
     memory = decode_fp8_rows(codes, scales, dtype).view(*row_ids.shape, codes.shape[-1]).flatten(1)
     projected = F.linear(epilogue.activation(memory, phase), weights.wkv)
-    streams, width = weights.q_weight.shape
+    streams, width = weights.gate_weight.shape
     return projected.view(len(row_ids), streams + 1, width)
-
-
-def inject(streams: Tensor, values: Tensor, weights: EngramWeights, config: TextConfig) -> Tensor:
-    """Add the gated value to every stream.
-
-    Args:
-        streams: `[T, S, H]`.
-        values: `[T, S + 1, H]` of `engram_values`.
-        weights: for the per-channel weights of the gate.
-        config: for the epsilon.
-    """
-    keys, value, eps, width = values[:, :-1], values[:, -1:].float(), config.rms_norm_eps, streams.shape[-1]
-    # Products with a float32 operand are float32; copies in float32 would be as large as all else that moves.
-    dot = (streams * (weights.q_weight * weights.k_weight)).mul_(keys).sum(-1)
-    dot = dot * torch.rsqrt(_mean_square(streams) + eps) * torch.rsqrt(_mean_square(keys) + eps) * width**-0.5
-    gate = torch.sigmoid(torch.copysign(dot.abs().clamp(min=1e-6).sqrt(), dot))
-    return (streams + gate.unsqueeze(-1) * value).to(streams.dtype)
-
-
-def _mean_square(x: Tensor) -> Tensor:
-    """float32 `[T, S]` of `[T, S, H]`, summed in float32."""
-    return torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).square() / x.shape[-1]

@@ -38,12 +38,12 @@ class Arrived(Generic[T]):
 
 @dataclass(frozen=True, eq=False)
 class Dispatched:
-    """Tokens as the rank that computes them sees them.
+    """Tokens as the rank that computes them sees them: in rank order, those of a rank in its own order.
 
     Attributes:
-        x: `[T', H]` tokens to compute here; a row without an expert here may hold anything.
+        x: `[T', H]` tokens to compute here; a row without an expert here may be missing, or hold anything.
         topk_ids: int32 `[T', k]` their experts (global ids; others' may be there, or -1 in their place).
-        topk_weights: float32 `[T', k]`.
+        topk_weights: float32 `[T', k]`; where the id is -1 it may be anything.
         handle: for `combine`.
     """
 

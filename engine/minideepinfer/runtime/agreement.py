@@ -63,7 +63,7 @@ def _version(name: str) -> str:
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict) and value:
+    if isinstance(value, dict):
         for key, item in value.items():
             yield from _flat(f"{name}.{key}", item)
     else:

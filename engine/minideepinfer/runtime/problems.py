@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 from minideepinfer.checkpoint.partition import Partition
@@ -24,20 +25,24 @@ if TYPE_CHECKING:
 
 
 def resolve_device(engine_config: EngineConfig) -> torch.device:
-    """The device that the config names; `auto` is CUDA where there is one.
+    """The device that the config names; `auto` is CUDA where there is one. Of several ranks each has its own.
 
     Raises:
-        ConfigError: this machine has no such device.
+        ConfigError: this machine has no such device, or one device is named for several ranks.
     """
     import torch
 
-    name = engine_config.device
+    name, ranks = engine_config.device, engine_config.parallel.data
+    if ranks > 1 and ":" in name:
+        raise ConfigError(f"device: {name} is one device for {ranks} ranks; with `cuda` each rank takes its own")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name == "auto":
         name = "cuda" if count else "cpu"
     device = torch.device(name)
+    if ranks > 1 and device.type == "cuda":
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     if device.type == "cuda" and (device.index or 0) >= count:
-        raise ConfigError(f"device: {name} is not here, this machine has {count} CUDA devices; cpu always works")
+        raise ConfigError(f"device: {device} is not here, this machine has {count} CUDA devices; cpu always works")
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 

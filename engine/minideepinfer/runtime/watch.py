@@ -18,8 +18,14 @@ class Watch(threading.Thread):
     """Looks at the other ranks through the store, several times a second.
 
     What it finds is the `verdict`: that a rank has reported a fault, has given no sign of life, or did not come to an
-    exchange in time. A main thread that waits in the store is woken; one that is stuck elsewhere is given a quarter of
-    the timeout, then the process ends. So nothing hangs, whatever library the main thread is in.
+    exchange in time. The first one that is found by any rank is that of all. A main thread that waits in the store is
+    woken; one that is still stuck elsewhere after `patience` is ended together with its process. So nothing hangs,
+    whatever library the main thread is in.
+
+    Attributes:
+        verdict: what has gone wrong, or nothing.
+        patience: seconds that a rank waits for others in a step.
+        grace: seconds that it gives them when something has gone wrong.
 
     Args:
         store: a connection of this thread's own to the ranks' key-value store.
@@ -32,11 +38,13 @@ class Watch(threading.Thread):
         super().__init__(name="mini-deepinfer watch", daemon=True)
         self.verdict = ""
         self.decided = threading.Event()
-        self.grace = timeout / 4
-        self._interval = min(0.25, timeout / 40)
-        self._silence = timeout / 3
+        self.patience, self.grace = timeout * 0.4, timeout / 8
+        self._interval = min(0.25, timeout / 80)
+        self._silence = timeout / 4
+        self._short_silence = timeout / 10
         self._store, self._rank, self._size = store, rank, size
         self._beats = 0
+        self._decided_at = 0.0
         self._seen = [(b"", time.monotonic()) for _ in range(size)]
         self._awaited: tuple[Sequence[str], float] | None = None
         self._busy_since: float | None = None
@@ -54,7 +62,9 @@ class Watch(threading.Thread):
                 self._look()
             except RuntimeError as error:  # what the store raises
                 reason = str(error).partition("\n")[0]
-                self._decide(f"rank 0 of {self._size} has ended: the ranks' store cannot be reached ({reason})")
+                self._decide(
+                    f"the store of the {self._size} ranks, which rank 0 or torchrun serves, is gone ({reason})"
+                )
             if self.verdict:
                 self._end_stuck()
 
@@ -81,9 +91,12 @@ class Watch(threading.Thread):
 
     def settle(self) -> str:
         """What has gone wrong, now that something has; waits until this is known, but not longer than the grace."""
-        self._silence = 8 * self._interval
+        self._silence = self._short_silence
         if not self.decided.wait(self.grace):
-            self._decide(f"{named(self._without('left/'), self._size)} took part no more")
+            absent = [rank for rank in range(self._size) if rank != self._rank]
+            with suppress(RuntimeError):
+                absent = self._without("stopped/")
+            self._decide(f"{named(absent, self._size)} took part no more")
         return self.verdict
 
     def wait_for_others(self) -> None:
@@ -122,12 +135,14 @@ class Watch(threading.Thread):
 
     def _decide(self, verdict: str) -> None:
         if not self.verdict:
+            with suppress(RuntimeError):
+                verdict = self._store.compare_set("fault", "", verdict).decode()
             self.verdict, self._decided_at = verdict, time.monotonic()
             self.decided.set()
 
     def _end_stuck(self) -> None:
         busy = self._busy_since
-        if busy is not None and time.monotonic() - max(busy, self._decided_at) > self.grace:
+        if busy is not None and time.monotonic() - max(busy, self._decided_at) > self.patience:
             print(f"mini-deepinfer: {self.verdict}; rank {self._rank} was stuck and is ended", file=sys.stderr)
             sys.stderr.flush()
             os._exit(1)

@@ -30,7 +30,7 @@ PART_BYTES = 4 << 20
 """Most bytes of one value in the store, which takes 8 MiB."""
 
 _FOREVER = timedelta(days=3650)
-_numbers = count()
+_worlds = count()
 
 
 class _Lost(RankError):
@@ -60,7 +60,7 @@ class World:
 
         Args:
             value: can be pickled.
-            patient: wait as long as the others live, not half of `parallel.timeout_seconds`.
+            patient: wait as long as the others live, not just as long as in a step.
         """
         return [value]
 
@@ -116,8 +116,9 @@ class _Ranks(World):
         self._timeout, self._round = timeout, count()
         self._posted: list[str] = []
         self._done: list[str] = []
-        self._prefix = f"mini-deepinfer/{next(_numbers)}"
         served_by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        # Torchrun's store outlives a world, and keeps its keys.
+        self._prefix = f"mini-deepinfer/{next(_worlds)}" if served_by_torchrun else "mini-deepinfer"
         self._root = self._connection(serve=rank == 0 and not served_by_torchrun)
         self._store = PrefixStore(self._prefix, self._root)
         self._watch = Watch(PrefixStore(self._prefix, self._connection()), rank, size, timeout)
@@ -139,10 +140,13 @@ class _Ranks(World):
 
     def _meet(self) -> None:
         beats = [f"beat/{rank}" for rank in range(self.size)]
+        late = [0]  # if there is no answer, whoever serves the store has gone
         try:
-            self._store.wait(beats, timedelta(seconds=self._timeout))
+            # Rank 0 waits a little longer: it may serve the store, where the others find out who is late.
+            self._store.wait(beats, timedelta(seconds=self._timeout + (1 if self.rank == 0 else 0)))
         except RuntimeError:
-            late = [rank for rank, beat in enumerate(beats) if not self._store.check([beat])]
+            with suppress(RuntimeError):
+                late = [rank for rank, beat in enumerate(beats) if not self._store.check([beat])]
             raise RankError(f"{named(late, self.size)} did not start within {self._timeout:g} s") from None
 
     def connect(self, device: torch.device) -> None:
@@ -157,7 +161,7 @@ class _Ranks(World):
             store=PrefixStore(f"{self._prefix}/group", self._connection()),
             rank=self.rank,
             world_size=self.size,
-            timeout=timedelta(seconds=self._timeout / 2),
+            timeout=timedelta(seconds=self._watch.patience),
         )
 
     def broadcast(self, value: T) -> T:
@@ -176,7 +180,7 @@ class _Ranks(World):
         number = next(self._round)
         self._post(number, value)
         others = [rank for rank in range(self.size) if rank != self.rank]
-        received = self._take(number, others, None if patient else self._timeout / 2)
+        received = self._take(number, others, None if patient else self._watch.patience)
         received.insert(self.rank, value)
         return received
 
@@ -185,7 +189,7 @@ class _Ranks(World):
         if self.rank:
             self._post(number, value)
             return []
-        return [value, *self._take(number, range(1, self.size), self._timeout / 2)]
+        return [value, *self._take(number, range(1, self.size), self._watch.patience)]
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -219,10 +223,12 @@ class _Ranks(World):
         with suppress(RuntimeError):
             if self.failure:
                 self._store.compare_set("fault", "", self.failure)
-            self._store.set(f"left/{self.rank}", "1")
+            self._store.set(f"stopped/{self.rank}", "1")
         if dist.is_initialized():
             _abandon_group()
         self.failure = self.failure or self._watch.settle()
+        with suppress(RuntimeError):
+            self._store.set(f"left/{self.rank}", "1")
         self._end()
         return self.failure
 

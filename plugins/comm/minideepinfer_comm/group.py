@@ -90,17 +90,20 @@ class Group:
                     transfers.append(dist.P2POp(dist.irecv, receives[peer], peer))
         return Travelling(self, dist.batch_isend_irecv(transfers) if transfers else (), finish)
 
-    def exchange_numbers(self, numbers: Tensor) -> list[int]:
-        """Give every rank a number and learn the host's copy of what each has for this one; the host waits.
+    def exchange_numbers(self, numbers: Tensor) -> tuple[list[int], list[int]]:
+        """Give every rank a number, 8 bytes; the host waits, once.
 
         Args:
             numbers: int64 `[ranks]` on the compute device.
+
+        Returns:
+            On the host: the numbers, and what each rank has for this one.
         """
         received = torch.empty_like(numbers)
         self.await_work(dist.all_to_all_single(received, numbers, async_op=True))
         self.sent_bytes += (self.size - 1) * numbers.element_size()
-        found: list[int] = received.tolist()
-        return found
+        given, taken = torch.stack([numbers, received]).tolist()
+        return given, taken
 
     def await_work(self, work: dist.Work | None) -> None:
         """Wait for torch.distributed.
@@ -121,17 +124,11 @@ class Group:
 
 def _start(size: int, device: torch.device, timeout: timedelta) -> None:
     """Make the default group; a world of one needs neither variables nor a port."""
-    cuda = device.type == "cuda"
-    backend, bound = ("cpu:gloo,cuda:nccl", device) if cuda else ("gloo", None)
+    backend, bound = "gloo", None
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        backend, bound = "cpu:gloo,cuda:nccl", torch.device("cuda", index)
     if size == 1:
         dist.init_process_group(backend, timeout=timeout, device_id=bound, store=HashStore(), rank=0, world_size=1)
     else:
         dist.init_process_group(backend, timeout=timeout, device_id=bound)
-
-
-def in_rank_order(parts: Sequence[Tensor]) -> Tensor:
-    """The sum of `[T, ...]` tensors, the first two first, so that it has the same bits every time."""
-    total, *others = parts
-    for number, part in enumerate(others):
-        total = total.add_(part) if number else total + part
-    return total

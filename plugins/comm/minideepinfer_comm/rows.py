@@ -21,9 +21,8 @@ def fetch_rows(
     and for the numbers of others' rows.
     """
     wanted, place = torch.unique(row_ids, return_inverse=True)  # ascending, so by owner
-    asked = torch.bincount(wanted // rows_per_rank, minlength=group.size)
-    asking = group.exchange_numbers(asked)
-    asked_of = asked.tolist()
+    owners = torch.arange(group.size, device=row_ids.device)[:, None]
+    asked_of, asking = group.exchange_numbers((wanted // rows_per_rank == owners).sum(1))
     questions = wanted.new_empty(sum(asking))
     group.exchange([Move(wanted.split(asked_of), questions.split(asking))], finish=_nothing).wait()
     here = questions - group.rank * rows_per_rank

@@ -10,7 +10,13 @@ from torch import Tensor
 from minideepinfer.testing import strategies
 from minideepinfer.testing.contract import Conformance, ExplicitCase, Outputs, Refused, Relation, Tolerance, Violation
 from minideepinfer.testing.families.comm_large import LARGE
-from minideepinfer.testing.families.comm_ranks import SIZES, between_processes, scenarios, with_experts
+from minideepinfer.testing.families.comm_ranks import (
+    SIZES,
+    between_processes,
+    scenarios,
+    some_between_processes,
+    with_experts,
+)
 from minideepinfer.testing.families.whole_model import WHOLE_MODEL
 from minideepinfer.testing.recipes.comm import CommCase, CommRecipe, identity_experts
 from minideepinfer.testing.recipes.ranks import RanksRecipe
@@ -108,6 +114,11 @@ FAMILY = Conformance(
         *(relation for relation in EVERYWHERE if relation.name not in ("permuted-units", "units-alone")),
         Relation(
             "identity-round-trip", "tokens brought to the wrong place, or home in another order", identity_round_trip
+        ),
+        Relation(
+            "between-processes",
+            "own tokens dropped; ranks in another order; a token sent twice to a rank, or added twice; padding shown",
+            some_between_processes,
         ),
         Relation("rows-of-the-table", "row numbers that overflow, wrap or are off by a shard", rows_are_the_tables),
     ),

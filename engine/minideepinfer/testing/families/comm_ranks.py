@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,10 +14,11 @@ from minideepinfer.errors import OperatorError
 from minideepinfer.operators import CommProblem, PlannedOperator, Problem, RegisteredOperator
 from minideepinfer.operators.build import build
 from minideepinfer.operators.support import obstacles
-from minideepinfer.testing.contract import Crash, Outputs, Refused, Violation
+from minideepinfer.testing.contract import Crash, Outputs, Violation
 from minideepinfer.testing.families.moe_ranks import on_ranks, split
 from minideepinfer.testing.processes import started
 from minideepinfer.testing.recipes.batch import facts
+from minideepinfer.testing.recipes.comm import CommCase
 from minideepinfer.testing.recipes.moe import MoeCase, MoeRecipe
 from minideepinfer.testing.recipes.ranks import RankCase, RanksRecipe, expected
 from minideepinfer.testing.subject import Subject, difference, on_device
@@ -35,6 +37,8 @@ def scenarios(size: int, dtype: str) -> list[RanksRecipe]:
     return [
         base,
         replace(base, routing="last"),
+        replace(base, routing="first", topk=4),
+        replace(base, routing="none"),
         replace(base, counts=(0,) * size),
         replace(base, counts=(0,) * (size - 1) + (5,), hidden_size=1030, topk=4),
         replace(base, counts=tuple(range(1, size + 1)), hidden_size=1030, topk=6, seed=1),
@@ -97,14 +101,21 @@ def _built(registered: RegisteredOperator, problem: Problem, device: torch.devic
 
 def _in_processes(subject: Subject, requests: Sequence[_Request]) -> list[Outputs]:
     """The outputs of every rank."""
-    size = len(requests)
-    if subject.device.type == "cuda" and torch.cuda.device_count() < size:
-        raise Refused(f"has {torch.cuda.device_count()} CUDA devices, needs {size} for {size} ranks")
+    if len(requests) == 1:
+        return [serve(0, requests[0])]
     try:
-        answers: list[Outputs] = started(size).call(serve, requests)
+        answers: list[Outputs] = started(len(requests)).call(serve, requests)
     except OperatorError as error:
         raise Crash(f"{subject.registered.title}: {error}") from None
     return answers
+
+
+def has_devices(subject: Subject, ranks: int) -> bool:
+    """Whether this machine has a device for each rank; if not, that is counted."""
+    if subject.device.type != "cuda" or torch.cuda.device_count() >= ranks:
+        return True
+    subject.tally.refused[f"has {torch.cuda.device_count()} CUDA devices, needs {ranks} for {ranks} ranks"] += 1
+    return False
 
 
 def _portable(registered: RegisteredOperator) -> RegisteredOperator:
@@ -122,17 +133,29 @@ def between_processes(subject: Subject, recipe: RanksRecipe) -> bool:
         subject.tally.ran += len(cases)
         return _in_processes(subject, requests)
 
-    served = subject.serves(recipe.build()[0].problem)
+    served = has_devices(subject, len(recipe.counts)) and subject.serves(recipe.build()[0].problem)
     if served:
         check_comm(run, recipe)
     return served
+
+
+def some_between_processes(subject: Subject, case: CommCase) -> None:
+    """As many tokens as a call on one rank has, shared out unevenly and routed unevenly, give every rank its own."""
+    seed = int(case.topk_ids.sum()) + 31 * case.units + case.x.shape[1]
+    dtype = str(case.x.dtype).removeprefix("torch.")
+    chance = random.Random(seed)
+    for size in (1, *SIZES):
+        of = [chance.randrange(size) for _ in range(case.units)]
+        counts = tuple(of.count(rank) for rank in range(size))
+        routing = chance.choice(("any", "any", "first", "last", "none"))
+        between_processes(subject, RanksRecipe(counts, dtype, case.x.shape[1], case.topk_ids.shape[1], routing, seed))
 
 
 def with_experts(subject: Subject) -> None:
     """The reference experts behind a comm operator give what they give on one rank, on 1, 2 and 4 ranks."""
     moe = subject.reference_operator("moe")
     for whole, counts in _wholes(subject.dtypes, (1, *SIZES)):
-        if subject.serves(comm_problem(whole, len(counts))):
+        if has_devices(subject, len(counts)) and subject.serves(comm_problem(whole, len(counts))):
             check_chain(subject, moe, subject.registered, whole, counts)
 
 
@@ -144,7 +167,11 @@ def with_comm(subject: Subject) -> None:
             for comm in subject.registry.operators("comm")
             if not obstacles(comm.declaration, on_device(comm_problem(whole, len(counts)), subject.device))
         ]
-        if comms and subject.serves(on_ranks(whole, [[]] * len(counts))[0].problem):
+        if (
+            comms
+            and has_devices(subject, len(counts))
+            and subject.serves(on_ranks(whole, [[]] * len(counts))[0].problem)
+        ):
             for comm in comms:
                 check_chain(subject, subject.registered, comm, whole, counts)
 
@@ -153,7 +180,7 @@ def _wholes(dtypes: Sequence[str], sizes: Sequence[int]) -> Iterator[tuple[MoeCa
     """Calls of one rank, and how many of their tokens each of several ranks has."""
     recipe = MoeRecipe(tokens=6, num_experts=8, num_local_experts=8, topk=3, hidden_size=128, intermediate_size=64)
     for dtype in dtypes:
-        for given in ("gate", "any"):
+        for given in ("gate", "any", "one"):
             whole = replace(recipe, dtype=dtype, routing=given).build()
             for size in sizes:
                 yield replace(whole, x=whole.x.nan_to_num(1.0)), (4, *[0] * (size - 2), 2) if size > 1 else (6,)
@@ -172,7 +199,7 @@ def check_chain(
         operators = {"moe": (_portable(moe), problems["moe"]), "comm": (_portable(comm), problems["comm"])}
         requests.append(_Request(operators, subject.device.type, case, counts))
     subject.tally.ran += len(cases)
-    found = _in_processes(subject, requests) if len(cases) > 1 else [serve(0, requests[0])]
+    found = _in_processes(subject, requests)
     y: Tensor = torch.cat([outputs["y"] for outputs in found])
     judge = Subject(moe, subject.registry, FAMILY, subject.device)
     judge.family.compare(judge, whole, {"y": y}, judge.reference(whole), 1.0)

@@ -35,10 +35,12 @@ class CommCase:
         exchange = operator.prepare(counts)
         dispatched = exchange.dispatch(self.x, self.topk_ids, self.topk_weights).wait()
         partial = identity_experts(dispatched.x, dispatched.topk_ids, dispatched.topk_weights)
+        ids = dispatched.topk_ids
+        some = (ids >= 0).any(1)  # what has no expert need not be there
         return {
-            "dispatched x": dispatched.x,
-            "dispatched topk_ids": dispatched.topk_ids,
-            "dispatched topk_weights": dispatched.topk_weights,
+            "dispatched x": dispatched.x[some],
+            "dispatched topk_ids": ids[some],
+            "dispatched topk_weights": dispatched.topk_weights.masked_fill(ids < 0, 0.0)[some],
             "combined": exchange.combine(partial, dispatched.handle).wait(),
             "gathered": operator.all_gather(self.x, counts),
             "scattered": operator.reduce_scatter(self.x.float(), counts),

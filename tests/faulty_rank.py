@@ -1,0 +1,87 @@
+"""A rank that serves or generates, until something happens to one of them: `faulty_rank.py FAULT VICTIM`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from minideepinfer import LLM, EngineConfig, MiniDeepInferError, RankError
+from minideepinfer.checkpoint.verify import directory_of
+from minideepinfer.runtime.runner import Runner
+
+TIMEOUT = 10.0
+
+
+def raises(*_: Any) -> None:
+    raise ZeroDivisionError("no tile fits")
+
+
+def dies(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def freezes(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def sleeps(*_: Any) -> None:
+    time.sleep(3600)
+
+
+def in_the_middle_of_a_step(happen: Callable[..., None]) -> None:
+    """Let it happen in the third step, in the attention of layer 6, when other ranks wait for this one's tokens."""
+    execute, steps = Runner.execute, 0
+
+    def counting(self: Runner, *args: Any, **kwargs: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        if steps == 3:
+            self.model.blocks[6].attention.forward = happen  # type: ignore[method-assign,assignment]
+            print("now", flush=True)
+        return execute(self, *args, **kwargs)
+
+    Runner.execute = counting  # type: ignore[method-assign]
+
+
+def without_a_shard() -> str:
+    directory = Path(tempfile.mkdtemp(dir=os.environ["SCRATCH"])) / "tiny"
+    shutil.copytree(directory_of("tiny"), directory)
+    (directory / "model-00002-of-00003.safetensors").unlink()
+    return str(directory)
+
+
+def main(fault: str, victim: str) -> None:
+    settings: dict[str, Any] = {"dtype": "float32", "device": "cpu"}
+    settings["parallel"] = {"expert": int(os.environ["WORLD_SIZE"]), "timeout_seconds": TIMEOUT}
+    path = "tiny"
+    if os.environ["RANK"] == victim:
+        if fault == "config":
+            settings |= {"max_tokens_per_step": 100, "ops": {"residual": "naive"}}
+        elif fault == "shard":
+            path = without_a_shard()
+        else:
+            in_the_middle_of_a_step({"raise": raises, "kill": dies, "freeze": freezes, "sleep": sleeps}[fault])
+    with LLM(path, EngineConfig(**settings)) as llm:
+        try:
+            llm.generate([[5, 6, 7]] * 4)
+        except RankError as first:
+            try:
+                llm.generate([5])
+            except RankError as second:
+                assert str(second) == str(first)
+                print("and for good", flush=True)
+            raise
+
+
+if __name__ == "__main__":
+    try:
+        main(*sys.argv[1:])
+    except (MiniDeepInferError, ZeroDivisionError) as error:
+        sys.exit(f"{type(error).__name__}: {error}")

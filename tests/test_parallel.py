@@ -1,0 +1,221 @@
+"""Several ranks give the numbers of one: logits, tokens, streams and aborts, for every comm operator."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from checkpoint_files import Entry, edit_shard, shard_of
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from minideepinfer import LLM, EngineConfig, RequestError, SamplingParams
+from minideepinfer.checkpoint.size import rank_summaries
+from minideepinfer.checkpoint.verify import directory_of
+from minideepinfer.runtime.coordinator import Coordinator
+from rank_worlds import OtherRanks
+from torch import Tensor
+
+SQLITE = json.loads((Path(__file__).parent / "data/trained/golden.json").read_text())["greedy"]["sqlite3-open"]
+PROMPT, CONTINUATION = SQLITE["prompt_ids"], SQLITE["new_ids"]
+SMALL: dict[str, Any] = {
+    "dtype": "float32",
+    "device": "cpu",
+    "kv_quantization": "none",
+    "max_tokens_per_step": 7,
+    "cache": {"num_pages": 16, "page_tokens": 16, "max_requests": 2},
+}
+CLOSE = 1e-5
+SHORT = settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def others(request: pytest.FixtureRequest) -> Iterator[OtherRanks]:
+    found = OtherRanks(request.param)
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="module", params=["collective", "all_to_all"])
+def llm(others: OtherRanks, request: pytest.FixtureRequest) -> Iterator[LLM]:
+    with others.llm("tiny", **SMALL, ops={"comm": request.param}) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[LLM]:
+    with LLM("tiny", EngineConfig(**SMALL)) as found:
+        yield found
+
+
+def assert_close(found: list[Tensor], wanted: list[Tensor]) -> None:
+    assert [len(logits) for logits in found] == [len(logits) for logits in wanted]
+    for number, (got, expected) in enumerate(zip(found, wanted, strict=True)):
+        error = float((got - expected).norm() / expected.norm())
+        assert error < CLOSE, f"request {number}: {error}"
+
+
+def tokens(seed: int, length: int) -> list[int]:
+    return random.Random(seed).choices(range(3, 2000), k=length)
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> tuple[list[list[int]], list[int]]:
+    """Sequences, and how much of each is a prompt: none for some ranks, and one far longer than the others."""
+    lengths = draw(st.lists(st.integers(1, 8), min_size=1, max_size=5)) + draw(st.sampled_from([[], [40]]))
+    prompts = [length if length > 8 else draw(st.integers(max(1, length - 4), length)) for length in lengths]
+    seed = draw(st.integers(0, 99))
+    return [tokens(seed + number, length) for number, length in enumerate(lengths)], prompts
+
+
+@SHORT
+@given(batch=batches())
+def test_logits_are_those_of_one_rank(llm: LLM, alone: LLM, batch: tuple[list[list[int]], list[int]]) -> None:
+    sequences, prompts = batch
+    found = llm.forward(sequences, num_prompt_tokens=prompts)
+    assert_close(found, alone.forward(sequences, num_prompt_tokens=prompts))
+
+
+def test_a_single_request_leaves_the_other_ranks_empty(llm: LLM, alone: LLM) -> None:
+    assert_close(llm.forward([PROMPT]), alone.forward([PROMPT]))
+
+
+def test_outputs_are_those_of_one_rank(llm: LLM, alone: LLM) -> None:
+    prompts = [PROMPT, PROMPT[:3], tokens(1, 20), PROMPT + CONTINUATION[:4], tokens(2, 1)]
+    params = [
+        SamplingParams(max_tokens=6, logprobs=2),
+        SamplingParams(max_tokens=9, temperature=0.9, seed=7),
+        SamplingParams(max_tokens=1, prompt_logprobs=1),
+        SamplingParams(max_tokens=12, stop="database"),
+        SamplingParams(max_tokens=5, temperature=1.0, top_p=0.9, top_k=50, seed=1, prompt_logprobs=0, logprobs=0),
+    ]
+    for found, wanted in zip(llm.generate(prompts, params), alone.generate(prompts, params), strict=True):
+        assert (found.token_ids, found.text, found.finish_reason) == (
+            wanted.token_ids,
+            wanted.text,
+            wanted.finish_reason,
+        )
+        for name in ("logprobs", "prompt_logprobs"):
+            theirs, ours = getattr(wanted, name), getattr(found, name)
+            assert (theirs is None) == (ours is None)
+            for a, b in zip(theirs or [], ours or [], strict=True):
+                assert a == b == None or a == pytest.approx(b, abs=1e-4)  # noqa: E711
+
+
+def test_streams_come_and_go_at_different_steps(llm: LLM, alone: LLM) -> None:
+    """More streams than window rings on some ranks, some closed half way: a leak would starve the later ones."""
+    params = [SamplingParams(max_tokens=4 + i % 3, temperature=0.8, seed=i) for i in range(9)]
+    wanted = [alone.generate(PROMPT[: 2 + i % 6], p)[0].token_ids for i, p in enumerate(params)]
+    streams = {}
+    for i, p in enumerate(params):
+        streams[i] = llm.stream(PROMPT[: 2 + i % 6], p)
+        first = next(streams[i]).token_ids
+        assert first == wanted[i][:1]
+        if i % 3 == 0:
+            streams.pop(i).close()
+        elif i % 3 == 1:
+            rest = [token for chunk in streams.pop(i) for token in chunk.token_ids]
+            assert first + rest == wanted[i]
+        elif len(streams) > 1:
+            oldest, stream = next(iter(streams.items()))
+            del streams[oldest]
+            assert [token for chunk in stream for token in chunk.token_ids] == wanted[oldest][1:]
+    for i, stream in streams.items():
+        assert [token for chunk in stream for token in chunk.token_ids] == wanted[i][1:]
+    assert not llm.engine.busy
+
+
+def test_requests_go_to_the_rank_with_the_fewest_tokens_left(llm: LLM) -> None:
+    engine = llm.engine
+    assert isinstance(engine, Coordinator)
+    size = engine.runner.world.size
+    lengths = [100, *[10] * (size - 1), *[3] * (size - 1), 50]
+    generations = [engine.make_generation([5] * n, SamplingParams(max_tokens=1)) for n in lengths]
+    for generation in generations:
+        engine.start(generation)
+    ranks = [engine._away.get(generation.request.request_id, (0,))[0] for generation in generations]
+    assert ranks[:size] == list(range(size)), "each rank has one"
+    assert ranks[size:-1] == list(range(1, size)) and ranks[-1] == 1, "the first one has the longest"
+    for generation in generations:
+        engine.abort(generation)
+    assert not engine.busy
+
+
+def test_what_is_refused_leaves_all_ranks_usable(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="prompt 1: token 0 of the prompt is 5000"):
+        llm.generate([PROMPT, [5000]])
+    with pytest.raises(RequestError, match="needs 17 pages"):
+        llm.forward([[5] * 260])
+    assert llm.generate(PROMPT, SamplingParams(max_tokens=3))[0].token_ids == CONTINUATION[:3]
+
+
+def test_intermediates_are_recorded(llm: LLM, alone: LLM) -> None:
+    sequences, names = [PROMPT, PROMPT[:3]], ("layers.*.ffn.out", "final.normed")
+    found, wanted = (engine.forward(sequences, capture=names) for engine in (llm, alone))
+    assert_close(found[0], wanted[0])
+    for got, expected in zip(found[1], wanted[1], strict=True):
+        assert list(got) == list(expected)
+        assert_close(list(got.values()), list(expected.values()))
+
+
+def test_rank_0_reads_its_share_and_all_steps_are_counted(llm: LLM) -> None:
+    runner = llm.engine.runner
+    summaries = rank_summaries(runner.config, runner.world.size)
+    assert runner.bytes_read == summaries[0].total.bytes
+    before = llm.engine.throughput.prefill_tokens, llm.engine.throughput.decode_tokens
+    llm.forward([PROMPT[:5]] * 4, num_prompt_tokens=[3] * 4)
+    after = llm.engine.throughput.prefill_tokens, llm.engine.throughput.decode_tokens
+    assert [b - a for a, b in zip(before, after, strict=True)] == pytest.approx([12, 8], abs=8)
+    assert sum(after) - sum(before) == 20
+
+
+@pytest.fixture(scope="module")
+def skewed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The trained checkpoint with all tokens sent to experts 0 and 1, which rank 0 has: the last rank gets none."""
+    directory = tmp_path_factory.mktemp("skewed") / "tiny"
+    shutil.copytree(directory_of("tiny"), directory)
+    bias = np.array([100, 99, *[0] * 6], np.float32).tobytes()
+
+    def edit(entries: dict[str, Entry]) -> None:
+        for name, entry in entries.items():
+            if name.endswith("ffn.gate.bias"):
+                assert len(entry.data) == len(bias)
+                entry.data = bias
+
+    for file in {shard_of(directory, f"layers.{layer}.ffn.gate.bias") for layer in range(10)}:
+        edit_shard(file, edit)
+    return directory
+
+
+@pytest.mark.parametrize("comm", ["collective", "all_to_all"])
+def test_all_tokens_may_go_to_one_rank(others: OtherRanks, comm: str, skewed: Path) -> None:
+    sequences = [tokens(i, length) for i, length in enumerate((9, 1, 30, 4, 2))]
+    with LLM(skewed, EngineConfig(**SMALL)) as alone:
+        wanted = alone.forward(sequences, num_prompt_tokens=[6, 1, 30, 2, 1])
+    with others.llm(skewed, **SMALL, ops={"comm": comm}) as llm:
+        found, captured = llm.forward(
+            sequences, num_prompt_tokens=[6, 1, 30, 2, 1], capture=["layers.3.ffn.expert_ids"]
+        )
+        assert {int(i) for one in captured for i in one["layers.3.ffn.expert_ids"].flatten()} == {0, 1}
+        assert_close(found, wanted)
+        assert_close(llm.forward(sequences[:2], num_prompt_tokens=[6, 1]), wanted[:2])
+
+
+def test_bounded_replay(others: OtherRanks) -> None:
+    """Long prompts, of which the last 32 rows run every layer; in some steps no row of a rank goes on, in some none."""
+    bounded = SMALL | {"replay": "bounded", "max_tokens_per_step": 20}
+    sequences = [tokens(i, length) for i, length in enumerate((70, 36, 90, 5, 33))]
+    prompts = [68, 36, 90, 3, 33]
+    with LLM("tiny", EngineConfig(**bounded)) as alone:
+        wanted = alone.forward(sequences, num_prompt_tokens=prompts, logits="kept")
+        text = alone.generate(sequences, SamplingParams(max_tokens=3))
+    with others.llm("tiny", **bounded) as llm:
+        assert_close(llm.forward(sequences, num_prompt_tokens=prompts, logits="kept"), wanted)
+        assert [o.token_ids for o in llm.generate(sequences, SamplingParams(max_tokens=3))] == [
+            o.token_ids for o in text
+        ]

@@ -1,0 +1,153 @@
+"""What ranks tell each other, in any order and of any size; here the ranks are threads of one process."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from minideepinfer import ConfigError, EngineConfig, RankError
+from minideepinfer.runtime import world as worlds
+from minideepinfer.runtime.agreement import agree
+from minideepinfer.runtime.problems import resolve_device
+from minideepinfer.runtime.world import World, _Ranks, join
+from rank_worlds import free_port
+
+
+def run(size: int, work: Callable[[World], Any], timeout: float = 20.0, missing: int = 0) -> list[Any]:
+    """What the work of each rank returns, or raises; some ranks never come."""
+    results: list[Any] = [None] * (size - missing)
+
+    def live(rank: int) -> None:
+        try:
+            world = _Ranks(rank, size, timeout)
+            with world.together():
+                results[rank] = work(world)
+            world.close()
+        except BaseException as error:
+            results[rank] = error
+
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    with mock.patch.dict(os.environ, variables), mock.patch.object(worlds.dist, "is_initialized", lambda: False):
+        threads = [threading.Thread(target=live, args=(rank,)) for rank in range(size - missing)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    return results
+
+
+def test_everybody_learns_what_everybody_says() -> None:
+    def work(world: World) -> Any:
+        told = []
+        for step in range(4):
+            time.sleep(0.01 * ((world.rank + step) % 3))
+            order = world.broadcast((step, "go") if world.rank == 0 else None)
+            told += [order, world.exchange((world.rank, step)), world.gather([world.rank] * step)]
+        return told
+
+    first, *others = run(3, work)
+    for step in range(4):
+        assert first[3 * step] == (step, "go")
+        assert first[3 * step + 1] == [(rank, step) for rank in range(3)]
+        assert first[3 * step + 2] == [[rank] * step for rank in range(3)]
+    assert all(other[i] == ([] if i % 3 == 2 else first[i]) for other in others for i in range(12))
+
+
+def test_large_values_travel_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worlds, "PART_BYTES", 1000)
+    tensors = [torch.arange(5000 + rank) for rank in range(2)]
+    first, second = run(2, lambda world: (world.exchange(tensors[world.rank]), world.gather(tensors[world.rank])))
+    for found in (*first, second[0]):
+        assert all(torch.equal(got, wanted) for got, wanted in zip(found, tensors, strict=True))
+
+
+def test_the_store_forgets_what_was_read() -> None:
+    def work(world: Any) -> int:
+        for step in range(20):
+            world.broadcast(step)
+            world.exchange(step)
+            world.gather(step)
+        return int(world._root.num_keys())
+
+    assert max(run(2, work)) < 30
+
+
+def test_one_that_raises_is_named_to_all() -> None:
+    def work(world: World) -> Any:
+        if world.rank == 2:
+            raise ValueError("no route to host")
+        return world.exchange(1)
+
+    begin = time.monotonic()
+    *others, own = run(3, work)
+    assert [type(other) for other in others] == [RankError] * 2
+    assert {str(other) for other in others} == {"rank 2 of 3 failed: ValueError: no route to host"}
+    assert isinstance(own, ValueError)
+    assert time.monotonic() - begin < 10
+
+
+def test_one_that_does_not_come_is_named_to_all() -> None:
+    def work(world: World) -> Any:
+        if world.rank == 1:
+            time.sleep(2.5)  # behind the patience for a step, before its own watch would end this process
+        return world.exchange(1)
+
+    first, second, third = run(3, work, timeout=4)
+    assert str(first) == str(third) == "rank 1 of 3 did not come to an exchange in time"
+    assert isinstance(second, RankError)
+
+
+def test_one_that_never_starts_is_named_to_all() -> None:
+    found = run(3, lambda world: None, timeout=1.5, missing=1)
+    assert [str(error) for error in found] == ["rank 2 of 3 did not start within 1.5 s"] * 2
+
+
+def test_waiting_for_orders_has_no_limit() -> None:
+    def work(world: World) -> Any:
+        if world.rank == 0:
+            time.sleep(4)
+        return world.broadcast(5)
+
+    assert run(2, work, timeout=2) == [5, 5]
+
+
+def test_a_world_that_has_ended_says_so_again() -> None:
+    with mock.patch.dict(os.environ, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}):
+        world = _Ranks(0, 1, 2.0)
+    with pytest.raises(ZeroDivisionError), world.together():
+        raise ZeroDivisionError
+    for _ in range(2):
+        with pytest.raises(RankError, match="rank 0 of 1 failed: ZeroDivisionError: "), world.together():
+            raise AssertionError("not reached")
+    world.close()
+
+
+def test_ranks_that_agree_go_on_and_others_do_not() -> None:
+    assert run(2, lambda world: agree(world, {"a": 1})) == [None, None]
+    found = run(3, lambda world: agree(world, {"a": world.rank // 2, "b": 0} | ({"c": 1} if world.rank == 1 else {})))
+    message = "ranks differ: c is 1 on rank 1 and None on rank 0; a is 1 on rank 2 and 0 on rank 0; all must be started"
+    assert [str(error).startswith(message) for error in found] == [True] * 3
+
+
+@pytest.mark.parametrize(("size", "expert"), [("", 2), ("1", 4), ("2", 1), ("2", 4)])
+def test_another_number_of_processes_is_refused_with_what_would_fit(size: str, expert: int) -> None:
+    config = EngineConfig(parallel={"expert": expert, "timeout_seconds": 1}).parallel
+    with mock.patch.object(worlds, "_Ranks", lambda *_: World()), mock.patch.dict(os.environ, {"RANK": "0"}):
+        if size:
+            os.environ["WORLD_SIZE"] = size
+        with pytest.raises(
+            ConfigError, match=rf"are {expert}, but .*what would fit: \{{expert: {size or 1}, .*or {expert} pro"
+        ):
+            join(config)
+        os.environ.pop("WORLD_SIZE", None)
+
+
+def test_one_device_is_not_for_several_ranks() -> None:
+    with pytest.raises(ConfigError, match="cuda:0 is one device for 2 ranks; with `cuda` each rank takes its own"):
+        resolve_device(EngineConfig(device="cuda:0", parallel={"expert": 2}))

@@ -57,8 +57,7 @@ NAIVE = (
         "higher-expert-first-among-equals",
         "routing",
         "(scores + bias).sort(dim=-1, descending=True, stable=True).indices",
-        "(scores + bias).flip(-1).sort(dim=-1, descending=True, stable=True).indices.neg()"
-        " + scores.shape[1] - 1",
+        "(scores + bias).flip(-1).sort(dim=-1, descending=True, stable=True).indices.neg() + scores.shape[1] - 1",
     ),
     mutant("bias-forgotten", "routing", "(scores + bias)", "scores"),
     mutant(

@@ -225,6 +225,8 @@ def measure_prefill(
     times = time_steps(bench.rank, bench.step, bench.renew, steps=problem.steps, warmup=problem.warmup, profile=profile)
     machine = watch.machine()
     values = _values(bench, times)
+    if device.type == "cuda" and times.stages and times.kernels is None:
+        notes.append("the profiler saw no kernels, so waiting counts in the stage that waits")
     if rates is None:
         progress("measuring rates")
         rates = measured_rates(device)

@@ -14,7 +14,7 @@ from minideepinfer.measure.ladder.file import Ladder, Rung
 from minideepinfer.measure.ladder.kernels import KernelEvidence, kernel_evidence
 from minideepinfer.measure.ladder.reference import Reference, record_reference
 from minideepinfer.measure.prefill import PRESETS, PrefillBench, PrefillProblem, measure_prefill
-from minideepinfer.measure.rank import rank_setup
+from minideepinfer.measure.rank_shape import rank_setup
 from minideepinfer.measure.rates import measured_rates
 from minideepinfer.measure.record import Record
 from minideepinfer.measure.step_report import BETWEEN_KERNELS

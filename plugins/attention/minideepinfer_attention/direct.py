@@ -8,6 +8,7 @@ import torch
 import triton
 from minideepinfer.operators import Batch, BuildContext, Selection, Stage
 from minideepinfer.operators.problem import AttentionProblem
+from minideepinfer.transfer import upload
 from torch import Tensor
 
 from minideepinfer_attention.kernels.direct import combine_kernel, direct_kernel
@@ -38,7 +39,7 @@ class DirectAttention:
 
     def prepare(self, batch: Batch) -> DirectMetadata:
         """Move what the kernel needs to the device."""
-        context = torch.tensor(batch.context_lens, dtype=torch.int64, device=batch.positions.device)
+        context = upload(torch.tensor(batch.context_lens, dtype=torch.int64), batch.positions.device)
         return DirectMetadata(batch, context)
 
     def run(

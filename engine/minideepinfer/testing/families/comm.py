@@ -130,7 +130,9 @@ FAMILY = Conformance(
         *LARGE,
     ),
     tolerances=tuple(
-        Tolerance(dtype, "every tensor", "the same bits", "moving is not arithmetic; sums are of numbers that add up exactly")
+        Tolerance(
+            dtype, "every tensor", "the same bits", "moving is not arithmetic; sums are of numbers that add up exactly"
+        )
         for dtype in ("float32", "bfloat16")
     ),
 )

@@ -131,7 +131,7 @@ FAMILY = Conformance(
     ),
     tolerances=tuple(
         Tolerance(
-            dtype, "every tensor", "the same bits", "moving is not arithmetic; sums are of numbers that add up exactly"
+            dtype, "every tensor", "the same bits", "moving is not arithmetic; sums are of exact numbers"
         )
         for dtype in ("float32", "bfloat16")
     ),

@@ -167,7 +167,7 @@ def with_comm(subject: Subject) -> None:
 
 
 def experts_between_processes(subject: Subject, case: MoeCase) -> None:
-    """A call of one rank gives the same on 2 or 4 ranks, shared out unevenly; not asked where kernels are interpreted."""
+    """A call of one rank gives the same on 2 or 4 ranks, shared out unevenly; not asked of interpreted kernels."""
     chance = random.Random(31 * case.units + case.x.shape[1] + case.problem.topk + case.weights.experts.num_local)
     size = chance.choice(SIZES)
     if subject.interpreted or case.weights.experts.num_local < size:

@@ -130,9 +130,7 @@ FAMILY = Conformance(
         *LARGE,
     ),
     tolerances=tuple(
-        Tolerance(
-            dtype, "every tensor", "the same bits", "moving is not arithmetic; sums are of exact numbers"
-        )
+        Tolerance(dtype, "every tensor", "the same bits", "moving is not arithmetic; sums are of exact numbers")
         for dtype in ("float32", "bfloat16")
     ),
 )

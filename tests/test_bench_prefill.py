@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from minideepinfer.checkpoint import Checkpoint
 from minideepinfer.cli.main import main
 from minideepinfer.config import EngineConfig, ModelConfig
 from minideepinfer.errors import ConfigError, OperatorError
 from minideepinfer.measure.made_up_ranks import MADE_UP, MadeUpRanks
 from minideepinfer.measure.prefill import PRESETS, PrefillBench, measure_prefill
+from minideepinfer.measure.rank_weights import checkpoint_config
 from minideepinfer.measure.record import read_records
+from minideepinfer.model.load import WeightLoader
 from minideepinfer.operators import NoClock, Stage
 from minideepinfer.quantization import decode_mxfp4
 
@@ -170,6 +175,42 @@ def test_the_command_prints_and_keeps_everything(tmp_path: Path, capsys: pytest.
     assert "\ncommunication                    absent" in out
     names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
     assert set(record.stages) <= names, "a trace has the same names"
+
+
+def test_a_checkpoints_weights_are_those_of_its_first_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    config = checkpoint_config("tiny")
+    problem = replace(PRESETS["tiny"], checkpoint="tiny", num_layers=2)
+    bench = PrefillBench(config, CPU, problem)
+    with Checkpoint.open("tiny") as checkpoint:
+        layer = WeightLoader(checkpoint, torch.float32, torch.device("cpu"), CPU.engram).load(num_layers=2).layers[1]
+    assert len(bench.model.blocks) == 2
+    held = next(iter(bench.model.blocks[1].moe_weights.values()))
+    whole = layer.moe
+    assert whole is not None
+    count = config.text_config.n_routed_experts // 2
+    assert torch.equal(held.experts.w2, whole.experts.w2[:count])
+    assert torch.equal(held.gate, whole.gate)
+    assert torch.equal(bench.model.blocks[1].weights.attention.wq_a, layer.attention.wq_a)
+    bench.check()
+    assert main(["bench", "prefill", "--preset", "tiny", "--model", "tiny", "--layers", "2", "--steps", "1"]) == 0
+    assert "2 of 10 layers, weights of tiny, random cache" in capsys.readouterr().out
+
+
+def test_ranks_that_are_there_are_not_made_up(tmp_path: Path) -> None:
+    file = tmp_path / "record.json"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "minideepinfer"]
+    arguments = ["bench", "prefill", "--preset", "tiny", "--layers", "3", "--steps", "2", "--profile", "stages"]
+    places = ["--set", "device=cpu", "--output", str(file)]
+    done = subprocess.run([*command, *arguments, *places], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.startswith("2 ranks; dtype float32, ")
+    assert done.stdout.count("rows per expert: ") == 1, "one rank reports"
+    assert "each rank has 64 tokens of its own" in done.stdout
+    (record,) = read_records(file)
+    assert record.problem["ranks"] == 2
+    assert record.stages[Stage.COMMUNICATION] > 0
+    assert MADE_UP not in record.stages
+    assert record.values["rows_per_expert_mean"].median == pytest.approx(24, rel=0.15)
 
 
 def test_the_packaged_configs_are_those_of_the_tests() -> None:

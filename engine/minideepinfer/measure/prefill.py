@@ -39,7 +39,7 @@ class PrefillProblem:
         engram_fraction: share of this rank's Engram rows that is held.
         num_layers: first layers of the model that run; None = all.
         steps: measured steps.
-        warmup: steps before them.
+        warmup: steps before them, beside the one that is checked.
         seed: of weights, tokens, cache and the other ranks' rows.
         checkpoint: whose weights are used; None = random ones.
     """
@@ -56,9 +56,13 @@ class PrefillProblem:
 
     def __post_init__(self) -> None:
         """Raises ConfigError for numbers that leave nothing to measure."""
-        for name, number in (("num_layers", self.num_layers), ("steps", self.steps), ("warmup", self.warmup)):
-            if number is not None and number < 1:
-                raise ConfigError(f"prefill benchmark: {name} is {number}; at least 1 is needed")
+        for name, number, least in (
+            ("num_layers", self.num_layers, 1),
+            ("steps", self.steps, 1),
+            ("warmup", self.warmup, 0),
+        ):
+            if number is not None and number < least:
+                raise ConfigError(f"prefill benchmark: {name} is {number}; at least {least} is needed")
 
     @property
     def shape(self) -> RankShape:

@@ -22,10 +22,13 @@ class Profile:
     Attributes:
         stages: whether stages are timed.
         trace: file for a trace of one step; None = none is kept.
+        gaps: whether the time between kernels is told apart from the stages around it, where stages are timed on a GPU;
+            takes a traced step, and long where kernels are many.
     """
 
     stages: bool = False
     trace: Path | None = None
+    gaps: bool = True
 
 
 WITH_STAGES = Profile(stages=True)
@@ -106,7 +109,7 @@ def _traced(
 ) -> KernelTimes | None:
     """Trace a step if somebody wants to see it or its kernels."""
     cuda = rank.setup.device.type == "cuda"
-    if not (profile.trace or (profile.stages and cuda)):
+    if not (profile.trace or (profile.stages and profile.gaps and cuda)):
         return None
     clock = TraceClock()
     with tempfile.TemporaryDirectory() as folder:

@@ -169,12 +169,10 @@ class SyntheticWeights:
     def _engram(self) -> EngramWeights:
         config, rows = self.config, self.share.engram_rows
         columns = config.engram_columns
-        streams = (config.hc_mult, config.hidden_size)
         return EngramWeights(
             table=self._bytes(rows, config.engram_head_dim, high=127),  # 127 and 255 are E4M3's NaN
             table_scale=self._bytes(rows, config.engram_head_dim // 32, low=119, high=121),
             wkv=self._matrix((config.hc_mult + 1) * config.hidden_size, columns * config.engram_head_dim),
-            q_weight=self._ones(*streams),
-            k_weight=self._ones(*streams),
+            gate_weight=self._ones(config.hc_mult, config.hidden_size),
             rows_per_rank=rows,
         )

@@ -137,7 +137,6 @@ class WeightLoader:
             table=self.checkpoint.row_table(f"{prefix}.embed.weight", place, self.device, rows),
             table_scale=self.checkpoint.row_table(f"{prefix}.embed.scale", place, self.device, rows),
             wkv=self._dense(f"{prefix}.wkv"),
-            q_weight=self._float(f"{prefix}.q_weight"),
-            k_weight=self._float(f"{prefix}.k_weight"),
+            gate_weight=self._float(f"{prefix}.q_weight") * self._float(f"{prefix}.k_weight"),
             rows_per_rank=self.part.rows_per_rank(num_rows),
         )

@@ -10,11 +10,13 @@ loses no other. `--device cpu` is a rehearsal on gloo, in small sizes.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import os
 import signal
 import subprocess
 import sys
+import time
 import traceback
 from dataclasses import replace
 from pathlib import Path
@@ -245,13 +247,18 @@ def main() -> int:
     parser.add_argument("--experts", type=int, default=RELEASED.experts, help="fewer for a rehearsal on a GPU")
     parser.add_argument("--seconds", type=int, default=150, help="after which the run is ended")
     arguments = parser.parse_args()
+    faulthandler.dump_traceback_later(max(1, arguments.seconds - 3))
     signal.alarm(arguments.seconds)
+    begin = time.monotonic()
     device = torch.device(arguments.device)
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     bench = Bench(device, replace(RELEASED, experts=arguments.experts) if device.type == "cuda" else TINY)
     bench.comm("collective")  # makes the process group
+    bench.everywhere(True)
+    if bench.rank == 0:
+        print(f"the ranks have met, {time.monotonic() - begin:.0f} s", flush=True)
     record: dict[str, Any] = {
         "machine": machine(device).model_dump(mode="json"),
         "software": software().model_dump(mode="json"),
@@ -269,7 +276,7 @@ def main() -> int:
             record[name], failed = {"error": traceback.format_exc()}, True
         if bench.rank == 0:
             arguments.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-            print(name, json.dumps(record[name], indent=1), flush=True)
+            print(f"{name}, {time.monotonic() - begin:.0f} s:", json.dumps(record[name], indent=1), flush=True)
         if failed:
             os._exit(1)  # the other ranks are elsewhere; torchrun ends them
     dist.destroy_process_group()

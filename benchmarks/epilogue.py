@@ -21,7 +21,12 @@ from gpu_timing import ceilings, facts, in_ms, time_calls, write_record
 from minideepinfer.operators import BuildContext, EpilogueProblem, OperatorOptions, Phase, Quantization
 from minideepinfer_epilogue import fused, naive
 
-PAIRS = 32
+PAIRS, STREAMS, HIDDEN = 32, 4, 5120
+
+
+def normal(*size: int) -> torch.Tensor:
+    """The same float32 numbers for the same size, on the GPU."""
+    return torch.randn(size, device="cuda", generator=torch.Generator(device="cuda").manual_seed(0))
 
 
 @dataclass(frozen=True)
@@ -43,8 +48,32 @@ class Use:
         rows = tokens // self.ratio
         return rows * (4 * max(1, self.heads) * channels + 8 * PAIRS * self.rotate)
 
+    def call(self, operator: Any, tokens: int) -> Callable[[], Any]:
+        """The call; in place, it goes on from what it left."""
+        rows = tokens // self.ratio
+        shape = (rows, self.heads, self.width) if self.heads else (rows, self.width)
+        x, weight, angles = normal(*shape).bfloat16(), 1 + normal(self.width) / 10, normal(rows, PAIRS) * 100
+        norm = weight if self.norm else None
+        cos, sin = (angles.cos(), angles.sin()) if self.rotate else (None, None)
+        return lambda: operator.run(x, norm, cos, sin, self.quantization, self.in_place)
 
-USES = {
+
+@dataclass(frozen=True)
+class Inject:
+    """Engram's gates: streams, keys and values of bfloat16."""
+
+    def moved(self, tokens: int) -> int:
+        """Bytes that a call must read and write."""
+        return tokens * 2 * HIDDEN * (3 * STREAMS + 1) + 4 * STREAMS * HIDDEN
+
+    def call(self, operator: Any, tokens: int) -> Callable[[], Any]:
+        """The call."""
+        streams, values = normal(tokens, STREAMS, HIDDEN).bfloat16(), normal(tokens, STREAMS + 1, HIDDEN).bfloat16()
+        weight = 1 + normal(STREAMS, HIDDEN) / 10
+        return lambda: operator.inject(streams, values, weight)
+
+
+USES: dict[str, Use | Inject] = {
     "qr: norm": Use(1280, norm=True),
     "q: rotate": Use(512, heads=64, rotate=True),
     "window: norm, rotate, fp8": Use(512, norm=True, rotate=True, quantization="fp8"),
@@ -55,22 +84,8 @@ USES = {
     "hidden: fp8": Use(5120, quantization="fp8", in_place=False),
     "output: fp8": Use(8192, quantization="fp8"),
     "final: norm": Use(5120, norm=True),
+    "engram: inject": Inject(),
 }
-
-
-def call_of(operator: Any, use: Use, tokens: int) -> Callable[[], Any]:
-    """A call that may be repeated; in place, it goes on from what it left."""
-    rows = tokens // use.ratio
-    shape = (rows, use.heads, use.width) if use.heads else (rows, use.width)
-    generator = torch.Generator(device="cuda").manual_seed(0)
-
-    def normal(*size: int) -> torch.Tensor:
-        return torch.randn(size, device="cuda", generator=generator)
-
-    x, weight, angles = normal(*shape).bfloat16(), 1 + normal(use.width) / 10, normal(rows, PAIRS) * 100
-    norm = weight if use.norm else None
-    cos, sin = (angles.cos(), angles.sin()) if use.rotate else (None, None)
-    return lambda: operator.run(x, norm, cos, sin, use.quantization, use.in_place)
 
 
 def host_us(call: Callable[[], Any], repeats: int = 100) -> float:
@@ -93,7 +108,7 @@ def measure(tokens: int, rates: dict[str, float]) -> dict[str, Any]:
         dtype="bfloat16",
         kv_quantization="released",
         activation_quantization="released",
-        widths=tuple(sorted({use.width for use in USES.values()})),
+        widths=(128, 512, 1280, 5120, 8192),
         rope_dim=2 * PAIRS,
         rms_norm_eps=1e-20,
     )
@@ -103,7 +118,7 @@ def measure(tokens: int, rates: dict[str, float]) -> dict[str, Any]:
     for name, use in USES.items():
         results = []
         for kind, operator in operators.items():
-            call = call_of(operator, use, tokens)
+            call = use.call(operator, tokens)
             results.append(call().clone())
             calls[f"{kind} {name}"] = call
             host[f"{kind} {name}"] = round(host_us(call), 1)

@@ -3,8 +3,9 @@
     python benchmarks/moe.py --commit HASH [--out benchmarks/results/DATE-h200-moe.json]
 
 Random routing over 384 experts, 96 of them local. T tokens are those that reach this rank: 16384 = 4 x 4096 of a
-prefill step, 128 = the decoder's tail, 1 to 64 = decode. The floor of the products is the larger of their arithmetic at
-this run's cuBLAS rate and of the packed weights of the experts touched at this run's copy rate.
+prefill step, 512 = 4 x 128 of the decoder's tail, 1 to 64 = decode. The floor of the products is the larger of their
+arithmetic at this run's cuBLAS rate (of bfloat16, or of FP8 where activations are quantised) and of the packed weights
+of the experts touched at this run's copy rate.
 """
 
 from __future__ import annotations
@@ -109,10 +110,13 @@ def measure(tokens: int, weights: MoeWeights, rates: dict[str, float], quantizat
     }
     calls = {name: graphed(call) for name, call in parts.items()}
     calls["fused, eager"] = parts["fused"]
-    calls["naive, eager"] = lambda: reference.run(x, weights, comm, None)
-    times = time_calls(calls, repeats=20 if tokens < 4096 else 10, warmup=2)
+    times = time_calls(calls, repeats=9, warmup=1)
+    times |= time_calls({"naive, eager": lambda: reference.run(x, weights, comm, None)}, repeats=3, warmup=1)
     flops = 2 * 3 * rows * HIDDEN * INNER
-    floor = max(flops / rates["bf16_tflops"], touched * EXPERT_BYTES / rates["copy_tb_s"]) / 1e9
+    floor = (
+        max(flops / rates["fp8_tflops" if quantized else "bf16_tflops"], touched * EXPERT_BYTES / rates["copy_tb_s"])
+        / 1e9
+    )
     return {
         "tokens": tokens,
         "activation_quantization": quantization,
@@ -130,7 +134,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--commit", required=True)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 64, 128, 4096, 16384])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 64, 512, 4096, 16384])
     parser.add_argument("--quantization", nargs="+", default=["none", "released"])
     arguments = parser.parse_args()
     torch.manual_seed(0)

@@ -11,7 +11,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from minideepinfer.operators import CommProblem, MoeProblem, Phase, PlannedOperator, Problem, build, load_registry
+from minideepinfer.operators import (
+    CommProblem,
+    MoeProblem,
+    Phase,
+    PlannedOperator,
+    Problem,
+    StageClock,
+    build,
+    load_registry,
+)
 
 SLEEP_CYCLES = 2_000_000
 """About a millisecond, in which the host queues what is timed."""
@@ -56,11 +65,11 @@ class Bench:
             "activation_quantization": "none",
         }
 
-    def comm(self, name: str) -> Any:
+    def comm(self, name: str, clock: StageClock | None = None) -> Any:
         """A built comm operator; `single` for one rank."""
         sizes, world = self.sizes, 1 if name == "single" else self.world
         problem = CommProblem(hidden_size=sizes.hidden, num_experts=sizes.experts, world_size=world, **self._facts)
-        return self._build("comm", name, problem)
+        return self._build("comm", name, problem, clock)
 
     def moe(self, name: str, ranks: int) -> Any:
         """A built MoE operator of one of so many ranks."""
@@ -79,10 +88,10 @@ class Bench:
         )
         return self._build("moe", name, problem)
 
-    def _build(self, family: str, name: str, problem: Problem) -> Any:
+    def _build(self, family: str, name: str, problem: Problem, clock: StageClock | None = None) -> Any:
         registered = self._registry.get(family, name)
         options = registered.declaration.options()
-        return build(PlannedOperator(registered, options, problem, "explicit: two_gpus", {}), self.device)
+        return build(PlannedOperator(registered, options, problem, "explicit: two_gpus", {}), self.device, clock)
 
     def generator(self, seed: int) -> torch.Generator:
         """Random numbers, for one seed the same on every rank."""

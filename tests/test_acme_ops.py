@@ -111,9 +111,9 @@ def test_it_is_timed_and_its_broken_sibling_is_not(installed: Path) -> None:
     assert done.returncode == 1, done.stderr
     assert "FAILED attention:acme-broken on ratio 2: Violation: heads" in done.stdout
     records = {record["name"]: record for record in json.loads((installed / "records.json").read_text())}
-    assert records["attention:acme-tiled, ratio 2"]["values"]["time"]["median"] > 0
-    assert records["attention:acme-tiled, ratio 2"]["plan"]["distribution"] == "acme-ops"
-    assert records["attention:acme-broken, ratio 2"]["values"] == {}
+    assert records["attention:acme-tiled, tiny: ratio 2"]["values"]["time"]["median"] > 0
+    assert records["attention:acme-tiled, tiny: ratio 2"]["plan"]["distribution"] == "acme-ops"
+    assert records["attention:acme-broken, tiny: ratio 2"]["values"] == {}
 
 
 def test_it_can_be_ignored(installed: Path) -> None:

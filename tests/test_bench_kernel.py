@@ -20,6 +20,7 @@ from minideepinfer.errors import OperatorError
 from minideepinfer.measure.kernels import PRESETS, kernel_family
 from minideepinfer.measure.kernels.bench import Entrant, KernelBench, entrants, own_cost
 from minideepinfer.measure.kernels.records import plain_data, ratio
+from minideepinfer.measure.kernels.table import print_family
 from minideepinfer.measure.record import Measurement, Record, read_records
 from minideepinfer.operators import FAMILIES, Cost, OperatorOptions, RegisteredOperator, Tier, load_registry
 from minideepinfer.testing.recipes.batch import BatchRecipe
@@ -41,7 +42,7 @@ def bench(operators: Sequence[RegisteredOperator], **arguments: Any) -> KernelBe
     """A benchmark of operators of one family."""
     family = operators[0].declaration.family
     registry = including(REGISTRY, operators[0])
-    every = entrants(operators, naive(family), named=True)
+    every = entrants(operators, naive(family), operators)
     return KernelBench(family, every, registry, CPU, RATES, repeats=3, **arguments)
 
 
@@ -55,7 +56,7 @@ def run(arguments: Sequence[str], tmp_path: Path) -> tuple[int, list[Record]]:
 def test_every_family_has_problems_in_every_preset() -> None:
     for family in FAMILIES:
         problems = kernel_family(family).problems
-        assert set(problems) == set(PRESETS) == set(command.PRESETS)
+        assert set(problems) == set(PRESETS)
         for preset, named in problems.items():
             assert named, f"{family} has nothing in {preset}"
 
@@ -90,11 +91,16 @@ def test_an_operator_that_does_not_serve_is_listed_with_its_reason(
     assert {record.name.partition(",")[0] for record in records} == {"residual:naive"}
 
 
+def test_a_family_may_have_members_that_do_not_serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert run(["residual", "--repeats", "1"], tmp_path)[0] == 0
+
+
 def test_what_would_be_interpreted_is_timed_only_if_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     fused = REGISTRY.get("residual", "fused")
     for named in (False, True):
-        every = entrants([fused], naive("residual"), named)
+        every = entrants([fused], naive("residual"), [fused] * named)
         result, _ = next(iter(KernelBench("residual", every, REGISTRY, CPU, RATES, repeats=1).run("tiny")))
         assert (result.time is not None) is named
         assert bool(result.obstacles) is not named
@@ -156,6 +162,56 @@ def test_a_crash_is_a_failure_of_that_operator_alone(monkeypatch: pytest.MonkeyP
     assert first[0].failure == "Crash: attention:odd (acme 1.0) raised ZeroDivisionError: of mine"
     assert first[0].time is None
     assert first[1].time is not None
+
+
+@pytest.mark.parametrize("wrong", [None, torch.zeros(1, 8, 64)])
+def test_what_is_no_tensor_or_has_other_rows_is_a_failure(monkeypatch: pytest.MonkeyPatch, wrong: Any) -> None:
+    first = next(iter(bench([odd(monkeypatch, run=lambda *args: wrong)]).run("tiny")))
+    assert first[0].failure.startswith("Violation: heads: ")
+    assert first[0].time is None
+
+
+def test_an_operator_that_breaks_at_its_second_call_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from minideepinfer.operators.build import _function
+
+    class Once(Odd):
+        """Its second call raises."""
+
+        def run(self, *args: Any) -> Any:
+            """Count."""
+            if vars(self).setdefault("called", False):
+                raise RuntimeError("again")
+            vars(self)["called"] = True
+            return self._operator.run(*args)
+
+    make = _function(naive("attention"))
+    operator = odd(monkeypatch)
+    monkeypatch.setitem(globals(), "build", lambda context: Once(make(context)))
+    first = next(iter(bench([operator]).run("tiny")))
+    assert first[0].failure == "Crash: attention:odd (acme 1.0) raised RuntimeError: again"
+
+
+def test_a_candidate_source_without_candidates_is_a_failure() -> None:
+    mutant = Mutant(
+        "no-candidates", "", (("blocks if problem.emits_candidates else None", "None"),)
+    )  # fmt: skip
+    broken = mutant.build(replace(naive("indexer").declaration, tier=Tier.OPTIMIZED))
+    plain, source, *_ = bench([broken]).run("tiny")
+    assert plain[0].failure == ""
+    assert source[0].failure == "Violation: candidates are None, emits_candidates is True"
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_table_is_whole_in_a_terminal_and_in_a_file(
+    terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal, raising=False)
+    problems = list(bench([naive("comm")]).run("tiny"))
+    print_family("comm", problems, 1.0)
+    out = capsys.readouterr().out
+    for text in ("comm (1.0 s)", "Engram rows", "single", "20 to 80 %", "error / bound"):
+        assert text in out
 
 
 def test_an_operator_gives_its_own_formula(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,4 +338,4 @@ def test_a_ratio_has_the_widest_interval() -> None:
 def test_the_reference_is_always_among_them() -> None:
     reference = naive("moe")
     assert entrants([], reference) == [Entrant(reference, {}, is_reference=True)]
-    assert entrants([reference], reference, named=True) == [Entrant(reference, {}, is_reference=True, named=True)]
+    assert entrants([reference], reference, [reference]) == [Entrant(reference, {}, is_reference=True, named=True)]

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from minideepinfer.checkpoint import Checkpoint
 from minideepinfer.cli.main import main
 from minideepinfer.config import EngineConfig, ModelConfig
 from minideepinfer.errors import ConfigError, OperatorError
 from minideepinfer.measure.made_up_ranks import MADE_UP, MadeUpRanks
 from minideepinfer.measure.prefill import PRESETS, PrefillBench, measure_prefill
+from minideepinfer.measure.rank_weights import checkpoint_config
 from minideepinfer.measure.record import read_records
+from minideepinfer.model.load import WeightLoader
 from minideepinfer.operators import NoClock, Stage
 from minideepinfer.quantization import decode_mxfp4
 
@@ -38,7 +43,7 @@ def test_every_step_computes_the_same(bench: PrefillBench) -> None:
 
 
 def test_the_other_ranks_rows_are_fresh_and_routed_by_each_gate(bench: PrefillBench) -> None:
-    ranks = bench.rank.ranks
+    ranks = bench.rank.others
     before = ranks.strangers.clone()
     bench.renew()
     assert not torch.equal(before, ranks.strangers)
@@ -51,9 +56,8 @@ def test_the_other_ranks_rows_are_fresh_and_routed_by_each_gate(bench: PrefillBe
 
 
 def test_a_rank_computes_the_rows_of_all_ranks(bench: PrefillBench) -> None:
-    bench.rewind()
-    bench.step()
-    dispatched = bench.rank.ranks.dispatched_ids
+    bench.check()
+    dispatched = bench.rank.routing
     assert {len(ids) for ids in dispatched.values()} == {2 * bench.problem.new_tokens}
     assert list(dispatched) == list(range(MODEL.text_config.num_hidden_layers))
     low, mean, high = bench.rows_per_expert()
@@ -72,7 +76,7 @@ def test_a_gate_that_routes_strangely_is_refused(bench: PrefillBench, monkeypatc
 def test_bounded_replay_runs_fewer_rows_behind_the_candidate_source() -> None:
     bench = PrefillBench(MODEL, EngineConfig(device="cpu", replay="bounded"), PRESETS["tiny"])
     bench.step()
-    dispatched = bench.rank.ranks.dispatched_ids
+    dispatched = bench.rank.others.dispatched_ids
     last = len(bench.model.blocks) - 1
     assert len(dispatched[0]) == 2 * bench.problem.new_tokens
     assert len(dispatched[last]) == 2 * min(bench.problem.new_tokens, MODEL.text_config.sliding_window)
@@ -136,9 +140,9 @@ def test_an_unknown_operator_is_refused() -> None:
         (["--layers", "99"], "num_layers is 99; the model has 12"),
         (["--steps", "0"], "steps is 0; at least 1 is needed"),
         (["--steps", "-1"], "steps is -1; at least 1 is needed"),
-        (["--output", "/nonesuch/record.json"], "--output /nonesuch/record.json: cannot be written (No such file"),
-        (["--output", "/"], "--output /: cannot be written (Is a directory)"),
-        (["--profile", "trace", "/"], "--profile trace /: cannot be written (Is a directory)"),
+        (["--output", "/nonesuch/record.json"], "/nonesuch/record.json: cannot be written (No such file"),
+        (["--output", "/"], "/: cannot be written (Is a directory)"),
+        (["--profile", "trace", "/"], "/: cannot be written (Is a directory)"),
         (["--profile", "trace"], "--profile trace: known are `stages` and `trace FILE`"),
         (["--profile", "kernels"], "--profile kernels: known are `stages` and `trace FILE`"),
     ],
@@ -160,7 +164,7 @@ def test_the_command_prints_and_keeps_everything(tmp_path: Path, capsys: pytest.
     out = capsys.readouterr().out
     first = out.splitlines()[0]
     assert first.startswith("one rank of 2, no network; dtype float32, cache float32, kv_quantization released, ")
-    assert "replay bounded; 3 of 12 layers, random weights and cache" in first
+    assert "replay bounded; 3 of 12 layers, random weights, random cache" in first
     assert "tokens/s" in out
     (record,) = read_records(file)
     assert record.problem["layers"] == 3
@@ -171,6 +175,42 @@ def test_the_command_prints_and_keeps_everything(tmp_path: Path, capsys: pytest.
     assert "\ncommunication                    absent" in out
     names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
     assert set(record.stages) <= names, "a trace has the same names"
+
+
+def test_a_checkpoints_weights_are_those_of_its_first_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    config = checkpoint_config("tiny")
+    problem = replace(PRESETS["tiny"], checkpoint="tiny", num_layers=2)
+    bench = PrefillBench(config, CPU, problem)
+    with Checkpoint.open("tiny") as checkpoint:
+        layer = WeightLoader(checkpoint, torch.float32, torch.device("cpu"), CPU.engram).load(num_layers=2).layers[1]
+    assert len(bench.model.blocks) == 2
+    held = next(iter(bench.model.blocks[1].moe_weights.values()))
+    whole = layer.moe
+    assert whole is not None
+    count = config.text_config.n_routed_experts // 2
+    assert torch.equal(held.experts.w2, whole.experts.w2[:count])
+    assert torch.equal(held.gate, whole.gate)
+    assert torch.equal(bench.model.blocks[1].weights.attention.wq_a, layer.attention.wq_a)
+    bench.check()
+    assert main(["bench", "prefill", "--preset", "tiny", "--model", "tiny", "--layers", "2", "--steps", "1"]) == 0
+    assert "2 of 10 layers, weights of tiny, random cache" in capsys.readouterr().out
+
+
+def test_ranks_that_are_there_are_not_made_up(tmp_path: Path) -> None:
+    file = tmp_path / "record.json"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "minideepinfer"]
+    arguments = ["bench", "prefill", "--preset", "tiny", "--layers", "3", "--steps", "2", "--profile", "stages"]
+    places = ["--set", "device=cpu", "--output", str(file)]
+    done = subprocess.run([*command, *arguments, *places], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.startswith("2 ranks; dtype float32, ")
+    assert done.stdout.count("rows per expert: ") == 1, "one rank reports"
+    assert "each rank has 64 tokens of its own" in done.stdout
+    (record,) = read_records(file)
+    assert record.problem["ranks"] == 2
+    assert record.stages[Stage.COMMUNICATION] > 0
+    assert MADE_UP not in record.stages
+    assert record.values["rows_per_expert_mean"].median == pytest.approx(24, rel=0.15)
 
 
 def test_the_packaged_configs_are_those_of_the_tests() -> None:

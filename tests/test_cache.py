@@ -61,7 +61,7 @@ def stored(runner: Runner, request: Request) -> dict[str, Tensor]:
         found |= {f"main {layer}": pool[places], f"index keys {layer}": cache.index_keys[layer][places]}
     for layer, pool in cache.pending.items():
         if count % 2:
-            found[f"pending {layer}"] = pool[request.ring]
+            found[f"pending {layer}"] = pool[request.ring, count // 2 % cache.pair_slots]
     return {name: value.clone() for name, value in found.items()}
 
 
@@ -158,13 +158,13 @@ def test_pairs_are_pooled_channel_by_channel_across_chunks() -> None:
         a0, a1 = s0.exp() / (s0.exp() + s1.exp()), s1.exp() / (s0.exp() + s1.exp())
         expected.append(a0 * k0 + a1 * k1)
     for cut in range(6):
-        pending, found = torch.full((4, 2, 3), torch.nan), []
+        pending, found = torch.full((4, 2, 2, 3), torch.nan), []
         for context, length in ((0, cut), (cut, 5 - cut)):
             table = torch.zeros(1, 1, dtype=torch.int32)
             rows = Rows.pack([length], [context], [Phase.PREFILL], [0], torch.tensor([2]), table, 8)
-            found.append(Compressor._pool(pair[context : context + length], rows.entries(2), pending))
+            found.append(Compressor._pool(pair[context : context + length], rows.entries(2, 2), pending))
         torch.testing.assert_close(torch.cat(found).double(), torch.stack(expected), rtol=1e-6, atol=1e-6)
-        assert torch.equal(pending[2], pair[4])  # the unpaired last token
+        assert torch.equal(pending[2], pair[[4, 2]])  # the unpaired last token, and the first half before it
         assert pending[[0, 1, 3]].isnan().all()
 
 

@@ -87,7 +87,7 @@ def test_size_of_the_released_config(capsys: pytest.CaptureFixture[str]) -> None
     for kind in ("experts", "engram tables"):
         assert sum(rank["kinds"][kind]["bytes"] for rank in data["ranks"]) == data["kinds"][kind]["bytes"]
     assert data["caches"]["bf16"]["bytes_per_token"] == 3_200  # spec 5
-    assert data["caches"]["bf16"]["bytes_per_request"] == 40 * (128 + 5 + 1) * 1024 + 3 * 4096
+    assert data["caches"]["bf16"]["bytes_per_request"] == 40 * (128 + 5 + 1) * 1024 + 3 * 4 * 4096
 
 
 def test_rows_that_do_not_divide_are_all_held(capsys: pytest.CaptureFixture[str]) -> None:

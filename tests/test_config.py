@@ -121,7 +121,7 @@ def test_engine_config_from_files(tmp_path: Path) -> None:
         ("a.toml", 'dtypo = "float32"', "dtypo: unknown key"),
         ("a.toml", "[cache]\nnum_pages = 0", "cache.num_pages"),
         ("a.toml", 'device = "tpu"', "not one of auto, cpu, cuda, cuda:N"),
-        ("a.toml", 'replay = "halo"', "replay"),
+        ("a.toml", 'replay = "some"', "replay"),
     ],
 )
 def test_a_wrong_engine_config_names_the_file(tmp_path: Path, name: str, content: str, words: str) -> None:

@@ -11,12 +11,15 @@ import pytest
 import torch
 from engine_fixtures import Arrival, play, poison, runner_of, text_tokens
 from minideepinfer.config import EngramConfig, ModelConfig
-from minideepinfer.model.engram import engram_values, inject, start_fetch
+from minideepinfer.model.engram import engram_values, start_fetch
 from minideepinfer.model.epilogue import Epilogue
 from minideepinfer.model.weights import EngramWeights
 from minideepinfer.operators import BuildContext, CommProblem, OperatorOptions, Phase
 from minideepinfer.quantization import decode_e8m0
+from minideepinfer.testing.recipes.batch import context
+from minideepinfer.testing.recipes.epilogue import EpilogueRecipe
 from minideepinfer_comm.single import build
+from minideepinfer_epilogue.naive import build as build_epilogue
 from torch import Tensor
 
 DATA = Path(__file__).parent / "data"
@@ -41,15 +44,20 @@ def weights(seed: int = 0) -> EngramWeights:
         table=normal(ROWS, WIDTH).to(torch.float8_e4m3fn).view(torch.uint8),
         table_scale=torch.randint(124, 130, (ROWS, WIDTH // 32), generator=generator, dtype=torch.uint8),
         wkv=normal((STREAMS + 1) * HIDDEN, COLUMNS * WIDTH) / 14,
-        q_weight=normal(STREAMS, HIDDEN),
-        k_weight=normal(STREAMS, HIDDEN),
+        gate_weight=normal(STREAMS, HIDDEN) * normal(STREAMS, HIDDEN),
         rows_per_rank=ROWS,
     )
 
 
 def values_of(ids: Tensor, w: EngramWeights) -> Tensor:
     """`[T, STREAMS + 1, HIDDEN]`."""
-    return engram_values(ids, start_fetch(ids, w, single()).wait(), w, torch.float32, NOTHING, Phase.PREFILL)  # type: ignore[arg-type]
+    fetched = start_fetch(ids, w, single()).wait()  # type: ignore[arg-type]
+    return engram_values(ids, fetched, w, torch.float32, NOTHING, Phase.PREFILL)
+
+
+def inject(streams: Tensor, values: Tensor, w: EngramWeights) -> Tensor:
+    operator = build_epilogue(context(EpilogueRecipe(width=HIDDEN).build().problem))
+    return operator.inject(streams, values, w.gate_weight)
 
 
 def oracle(streams: Tensor, ids: Tensor, w: EngramWeights) -> Tensor:
@@ -62,7 +70,7 @@ def oracle(streams: Tensor, ids: Tensor, w: EngramWeights) -> Tensor:
         value = projected[STREAMS * HIDDEN :]
         for i in range(STREAMS):
             x, key = streams[token, i].double(), projected[HIDDEN * i : HIDDEN * (i + 1)]
-            dot = float((x * w.q_weight[i].double() * w.k_weight[i].double() * key).sum())
+            dot = float((x * w.gate_weight[i].double() * key).sum())
             dot /= math.sqrt(float(x.square().mean()) + 1e-20) * math.sqrt(float(key.square().mean()) + 1e-20)
             dot /= math.sqrt(HIDDEN)
             gate = 1 / (1 + math.exp(-math.copysign(math.sqrt(max(abs(dot), 1e-6)), dot)))
@@ -77,7 +85,7 @@ def test_it_equals_the_specification() -> None:
     w = weights()
     values = values_of(ids, w)
     assert values.shape == (7, STREAMS + 1, HIDDEN)
-    found = inject(streams, values, w, CONFIG)
+    found = inject(streams, values, w)
     # A float32 product of 192 terms and a gate whose slope is at most 500 near 0, where it is floored.
     torch.testing.assert_close(found.double(), oracle(streams, ids, w), rtol=1e-4, atol=1e-5)
     assert not torch.equal(found, streams)
@@ -86,7 +94,7 @@ def test_it_equals_the_specification() -> None:
 def test_a_zero_stream_gets_a_gate_near_one_half() -> None:
     w = weights()
     values = values_of(torch.zeros(1, COLUMNS, dtype=torch.int64), w)
-    found = inject(torch.zeros(1, STREAMS, HIDDEN), values, w, CONFIG)
+    found = inject(torch.zeros(1, STREAMS, HIDDEN), values, w)
     gate = 1 / (1 + math.exp(-1e-3))  # sqrt of the floor of 1e-6, sign of +0
     torch.testing.assert_close(found[0, 0], gate * values[0, STREAMS])
 
@@ -94,7 +102,7 @@ def test_a_zero_stream_gets_a_gate_near_one_half() -> None:
 def test_no_tokens() -> None:
     w = weights()
     values = values_of(torch.empty(0, COLUMNS, dtype=torch.int64), w)
-    assert inject(torch.zeros(0, STREAMS, HIDDEN), values, w, CONFIG).shape == (0, STREAMS, HIDDEN)
+    assert inject(torch.zeros(0, STREAMS, HIDDEN), values, w).shape == (0, STREAMS, HIDDEN)
 
 
 def test_bfloat16_is_rounded_once() -> None:
@@ -103,8 +111,8 @@ def test_bfloat16_is_rounded_once() -> None:
     ids = torch.randint(0, ROWS, (7, COLUMNS), generator=generator)
     w = weights()
     values = values_of(ids, w).bfloat16()
-    exact = inject(streams.float(), values.float(), w, CONFIG)
-    assert torch.equal(inject(streams, values, w, CONFIG), exact.bfloat16())
+    exact = inject(streams.float(), values.float(), w)
+    assert torch.equal(inject(streams, values, w), exact.bfloat16())
 
 
 @pytest.mark.parametrize("name", ["tiny-a", "tiny-b"])

@@ -16,7 +16,7 @@ from minideepinfer.testing.recipes.moe import MoeCase, MoeRecipe
 from minideepinfer.testing.tensors import same_bits
 from minideepinfer_comm.single import SingleComm
 from minideepinfer_moe import fused, naive
-from minideepinfer_moe.experts import down, pack
+from minideepinfer_moe.experts import PlainProducts
 from minideepinfer_moe.gate import select
 from minideepinfer_moe.rows import quantize
 from minideepinfer_moe.schedule import SMALL_SLOTS, Schedule, make_schedule
@@ -36,7 +36,8 @@ def test_every_byte_under_every_exponent_is_decoded_bit_by_bit(dtype: torch.dtyp
     )
     columns = torch.tensor([0, 1, 16, 31])
     schedule = make_schedule(torch.zeros(4, 1, dtype=torch.int32), torch.ones(4, 1), 0, 1, 16)
-    y = down(F.one_hot(columns, 32).to(dtype), pack(experts), schedule)
+    products = PlainProducts(wide=True)
+    y = products.down(F.one_hot(columns, 32).to(dtype), products.pack(experts), schedule)
     expected = decode_mxfp4(codes, scales, dtype)[:, columns].T
     finite = expected.isfinite().all(0)
     assert finite.sum() > 252 * 256

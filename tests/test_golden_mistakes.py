@@ -8,7 +8,6 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
-import minideepinfer.model.block as block_module
 import pytest
 import torch
 from fake_plugins import FakeDistribution, Plugins, declaration
@@ -17,6 +16,7 @@ from minideepinfer.cli.main import main
 from minideepinfer.operators import ENTRY_POINT_GROUP, Phase, Selection, load_registry
 from minideepinfer.testing.golden import Report, verify
 from minideepinfer_attention.naive import NaiveAttention
+from minideepinfer_epilogue.naive import NaiveEpilogue
 from minideepinfer_indexer.naive import NaiveIndexer
 from minideepinfer_moe.naive import NaiveMoe
 from minideepinfer_residual.naive import NaiveResidual
@@ -75,13 +75,13 @@ def transposed(self: NaiveResidual, streams: Tensor, output: Tensor, site: Any) 
     return MIX(self, streams, output, type(site)(site.pre, site.post, site.comb.mT))
 
 
-def doubled(streams: Tensor, *arguments: Any) -> Tensor:
-    return streams + 1.01 * (INJECT(streams, *arguments) - streams)
+def doubled(self: NaiveEpilogue, streams: Tensor, *arguments: Any) -> Tensor:
+    return streams + 1.01 * (INJECT(self, streams, *arguments) - streams)
 
 
 NAIVE_ATTENTION, NAIVE_INDEXER = NaiveAttention.run, NaiveIndexer.run
 NAIVE_MOE, NAIVE_ROUTE = NaiveMoe.run, NaiveMoe.route
-MIX, INJECT = NaiveResidual.mix, block_module.inject
+MIX, INJECT = NaiveResidual.mix, NaiveEpilogue.inject
 MISTAKES: list[tuple[Any, str, Callable[..., Any], set[str]]] = [
     (NaiveAttention, "run", sinkless, {"attention"}),
     (NaiveAttention, "run", sinkless_decode, {"attention"}),
@@ -90,7 +90,7 @@ MISTAKES: list[tuple[Any, str, Callable[..., Any], set[str]]] = [
     (NaiveMoe, "run", without_shared, {"experts"}),
     (NaiveMoe, "route", unbiased, {"routing"}),
     (NaiveResidual, "mix", transposed, {"mhc"}),
-    (block_module, "inject", doubled, {"engram"}),
+    (NaiveEpilogue, "inject", doubled, {"engram"}),
 ]
 
 

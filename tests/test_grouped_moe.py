@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
 import torch
-from minideepinfer.errors import OperatorError
 from minideepinfer.quantization import decode_mxfp4, qdq_fp8
 from minideepinfer.testing.recipes.batch import context
 from minideepinfer.testing.recipes.moe import MoeRecipe, random_experts
 from minideepinfer.testing.tensors import same_bits
 from minideepinfer_comm.single import SingleComm
 from minideepinfer_moe import fused, naive
-from minideepinfer_moe.grouped import GroupedProducts, _encode
-from minideepinfer_moe.grouped_pack import GroupedMatrix, fits, pack_grouped
+from minideepinfer_moe.grouped import GroupedProducts
+from minideepinfer_moe.grouped_pack import LARGEST_EXPONENT, WIDEST_ROW, GroupedMatrix, pack_grouped
+from minideepinfer_moe.grouped_rows import encode_rows
 from minideepinfer_moe.kernels.grouped_assembly import bf16_assembly, fp8_assembly
+from minideepinfer_moe.products import Exponents, choose, measure
+from minideepinfer_moe.schedule import make_schedule
 from torch import Tensor
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -99,7 +104,8 @@ def test_the_assembly_decodes_what_was_packed_bit_by_bit(fp8: bool) -> None:
     low, high = (114, 126) if fp8 else (0, 129)  # random exponents as far apart as fits
     scale = torch.randint(low, high, (1, 128, 4), generator=GENERATOR, dtype=torch.uint8)
     experts = replace(experts, w2_scale=scale)
-    assert fits(experts, fp8)
+    exponents = measure(experts)
+    assert exponents.widest <= WIDEST_ROW if fp8 else exponents.largest <= LARGEST_EXPONENT
     matrix = pack_grouped(experts, fp8).w2
     weights = _decoded(matrix, fp8)
     if fp8:
@@ -109,49 +115,51 @@ def test_the_assembly_decodes_what_was_packed_bit_by_bit(fp8: bool) -> None:
     assert same_bits(weights[rows], expected[rows].bfloat16().float())
 
 
-def test_exponents_that_do_not_fit_are_told() -> None:
-    experts = random_experts(1, 128, 128, GENERATOR)
-    scale = torch.full((1, 128, 4), 120, dtype=torch.uint8)
-    for change, bf16, fp8 in (
-        (131, False, True),
-        (132, False, False),
-        (129, False, True),
-        (109, True, True),
-        (108, True, False),
+def test_exponents_are_measured_by_row() -> None:
+    experts = random_experts(2, 128, 128, GENERATOR)
+    scales = torch.full((2, 2, 128, 4), 100, dtype=torch.uint8), torch.full((2, 128, 4), 120, dtype=torch.uint8)
+    for w13_change, w2_change, expected in (
+        (100, 120, (120, 0)),
+        (103, 255, (255, 135)),
+        (90, 121, (121, 10)),
+        (0, 119, (120, 100)),
     ):
-        scale[0, 7, 2] = change
-        other = replace(experts, w2_scale=scale)
-        assert (fits(other, False), fits(other, True)) == (bf16, fp8), change
+        scales[0][1, 1, 7, 2], scales[1][0, 5, 3] = w13_change, w2_change
+        assert measure(replace(experts, w13_scale=scales[0], w2_scale=scales[1])) == Exponents(*expected)
 
 
-def test_experts_that_no_arithmetic_decodes_are_refused() -> None:
-    experts = random_experts(1, 256, 128, GENERATOR)
-    nan = replace(experts, w2_scale=torch.full_like(experts.w2_scale, 255))
-    assert not fits(nan, True)
-    with pytest.raises(OperatorError, match="at most 2\\^1"):
-        GroupedProducts(fp8=True).pack(nan)
-
-
-def test_a_row_of_distant_exponents_is_multiplied_in_bfloat16() -> None:
-    experts = random_experts(1, 256, 128, GENERATOR)
-    scale = experts.w2_scale.clone()
-    scale[0, 3] = torch.tensor([100, 120, 120, 120], dtype=torch.uint8)
-    assert GroupedProducts(fp8=True).pack(experts).fp8
-    assert not GroupedProducts(fp8=True).pack(replace(experts, w2_scale=scale)).fp8
+@pytest.mark.parametrize(
+    ("quantization", "largest", "widest", "expected"),
+    [
+        ("released", 131, 11, "fp8"),
+        ("released", 128, 12, "bf16"),
+        ("released", 129, 12, "plain"),
+        ("released", 255, 0, "plain"),
+        ("none", 128, 11, "bf16"),
+        ("none", 129, 0, "plain"),
+    ],
+)
+def test_products_are_chosen_by_what_they_decode(quantization: str, largest: int, widest: int, expected: str) -> None:
+    case = MoeRecipe(2, "bfloat16", quantization, 128, 128).build()
+    products = choose(case.problem, Exponents(largest, widest))
+    found = ("fp8" if products._fp8 else "bf16") if isinstance(products, GroupedProducts) else "plain"
+    assert found == expected
+    assert not isinstance(choose(replace(case.problem, hidden_size=96), Exponents(100, 0)), GroupedProducts)
 
 
 def test_encoded_rows_are_the_quantised_ones() -> None:
     powers = torch.randint(-12, 4, (16, 96), generator=GENERATOR).float().exp2().repeat_interleave(32, 1)
     x = (torch.randn(16, 3072, generator=GENERATOR) * powers).bfloat16()
     x[3] = 0.0
-    codes, scales = _encode(x, torch.tensor([15], dtype=torch.int32), qdq=True)
-    expected = qdq_fp8(x).float()
+    schedule = make_schedule(torch.zeros(15, 1, dtype=torch.int32), torch.ones(15, 1), 0, 1, 16)
+    codes, scales = encode_rows(x[:15], schedule, sort=False)
+    expected = qdq_fp8(x[:15]).float()
     decoded = codes.view(torch.float8_e4m3fn).float() * scales[:, None]
-    error = (decoded - expected).abs()[:15]
-    assert (error <= scales[:15, None] * 2.0**-10).all()
-    exact = expected.abs()[:15] >= scales[:15, None] * 2.0**-6
+    error = (decoded - expected).abs()
+    assert (error <= scales[:, None] * 2.0**-10).all()
+    exact = expected.abs() >= scales[:, None] * 2.0**-6
     assert exact.any() and not error[exact].any()
-    assert same_bits(scales.log2()[:15].frac(), torch.zeros(15))
+    assert same_bits(scales.log2().frac(), torch.zeros(15))
 
 
 @pytest.mark.parametrize("quantization", ["none", "released"])
@@ -183,3 +191,43 @@ def test_what_is_not_finite_does_not_become_a_number(value: float, quantization:
     assert wrong[1].isnan().all() and right.isfinite().all()
     assert same_bits(wrong[[0, 2]], right[[0, 2]])
     assert case.run(naive.build(context(case.problem)), SingleComm())[1].isnan().all()
+
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+from minideepinfer_moe.grouped_launch import SHAPES
+from minideepinfer_moe.kernels.grouped import grouped_kernel as kernel
+
+def boxes(dtype, shape, swizzle, bits):
+    return f"tensordesc<{dtype}{shape},{gl.NVMMASharedLayout(swizzle, bits, 2)!r}>"
+
+shape = SHAPES[0]
+types = {"x": boxes("bf16", [shape.box, 64], 128, 16), "limit": "fp32", "out": "*bf16", "tiles": "*i32"}
+types |= {"words": boxes("i32", [4, 256], 0, 32), "exponents": boxes("i32", [1, 64], 0, 32)}
+types |= {name: "*fp32" for name in ("row_weights", "x_scales", "w_scales")}
+types |= {name: "i32" for name in ("max_tiles", "steps", "blocks")}
+values = {"OUT_WIDTH": 2304, "ROWS": shape.tile_rows, "BOX": shape.box, "TILES": shape.tiles, "STAGES": 4, "UP": True}
+values["FP8"] = False
+signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
+aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind.startswith("*")}
+source = GluonASTSource(fn=kernel, signature=signature, constexprs=values, attrs=aligned)
+options = {"num_warps": 8, "maxnreg": shape.registers}
+ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+for instruction in ("wgmma.mma_async", "cp.async.bulk.tensor", "setmaxnreg"):
+    assert instruction in ptx, instruction
+"""
+
+
+def test_the_kernel_compiles_for_hopper() -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", COMPILE],
+        env={**os.environ, "TRITON_INTERPRET": "0"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]

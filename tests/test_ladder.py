@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -152,7 +154,7 @@ def ladder_of(*rungs: dict[str, Any]) -> Any:
 def test_a_rung_with_a_new_operator_has_three_layers_of_evidence(install: Install) -> None:
     install("attention", "run", lambda heads: heads)
     records: list[Record] = []
-    run_ladder(TINY, ladder_of({"name": "+odd", "engine": {"ops": {"attention": "odd"}}}), records.append)
+    run_ladder(TINY, ladder_of({"name": "+odd", "engine": {"ops": {"attention": "odd"}}, "layers": 2}), records.append)
     first, odd = records
     assert first.problem["builds_on"] is None and odd.problem["builds_on"] == "first"
     assert not [name for name in first.values if name.startswith("kernel ")]
@@ -163,7 +165,7 @@ def test_a_rung_with_a_new_operator_has_three_layers_of_evidence(install: Instal
         assert odd.errors[f"kernel {name}"] == 0.0
     assert sum(odd.stages.values()) == pytest.approx(odd.values["step_with_stages"].median, rel=0.3)
     assert odd.errors["attention"] == 0.0
-    assert any("first 3 layers; nothing is scaled" in note for note in odd.notes)
+    assert any("first 2 layers; nothing is scaled" in note for note in odd.notes)
 
 
 def test_a_rung_that_cannot_be_served_is_refused_before_anything_runs() -> None:
@@ -204,3 +206,14 @@ def test_the_tiny_ladder_runs_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFix
     assert [record.name for record in records] == ["all naive", "+bounded replay"]
     assert all(record.headline.startswith("one rank of 2, no network") for record in records)
     assert all(record.plan and record.rates and record.stages for record in records)
+
+
+def test_experts_in_the_form_of_the_plan_before_are_gone(bench: PrefillBench, install: Install) -> None:
+    kept = [weakref.ref(experts.experts.w13) for block in bench.model.blocks for experts in block.moe_weights.values()]
+    odd = install("moe", "run", lambda output: output)
+    gc.disable()
+    try:
+        choose(bench, odd)
+        assert not [ref for ref in kept if ref() is not None]
+    finally:
+        gc.enable()

@@ -63,6 +63,10 @@ def test_a_rung_starts_from_the_one_that_it_builds_on() -> None:
         ({"rung": [FIRST], "speed": 1}, "speed: unknown key"),
         ({"rung": [FIRST, {"name": "+A", "ops": {}}]}, "rung '+A': ops: unknown key"),
         ({"rung": [FIRST, {"name": "+A", "steps": 0}]}, "rung '+A': steps: Input should be greater than 0 (found 0)"),
+        (
+            {"rung": [FIRST, {"name": "+A", "warmup": -1}]},
+            "rung '+A': warmup: Input should be greater than or equal to 0",
+        ),
         ({"rung": [{"says": "nothing"}]}, "rung.0.name: Field required"),
         ({"rung": [FIRST, FIRST]}, "rung 'first': name is that of an earlier rung"),
         (

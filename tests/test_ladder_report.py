@@ -59,6 +59,8 @@ def test_numbers_in_the_tables_are_those_of_the_records() -> None:
                 assert float(errors[name][record.name]) == pytest.approx(error, rel=0.05)
     assert evidence["+A"]["kernel"] == "attention:fused: 178 → 0.71"
     assert evidence["+A"]["stage"] == "attention core: 6,800 → 27.0"
+    decoding = "FP4 decoding: 1,000 → in grouped GEMM"
+    assert evidence["+C1"]["stage"] == f"grouped GEMM: 2,050 → 135<br>{decoding}"
     assert evidence["+A"]["step"] == "12,193 → 5,421"
 
 

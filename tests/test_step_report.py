@@ -27,6 +27,8 @@ class FakeRank:
     def synchronize(self) -> None:
         pass
 
+    meet = synchronize
+
     def rewind(self) -> None:
         self.rewound += 1
         time.sleep(0.02)
@@ -140,3 +142,15 @@ def test_the_table_shows_what_is_fused_and_what_is_absent() -> None:
     text = "\n".join(stage_lines(RECORD))
     assert "+0.9% (+0.9% to +0.9%) against the step before it; the stages are 99.1% of it" in text
     assert "kernels of a traced step 210.0 ms, the step 224.0 ms: +14.0 ms" in text
+
+
+def test_communication_is_shown_as_far_as_it_is_exposed_and_as_far_as_it_is_hidden() -> None:
+    record = RECORD.model_copy(
+        update={
+            "stages": RECORD.stages | {"communication": 5.0},
+            "values": RECORD.values | {"communication_hidden": value(7.25)},
+        }
+    )
+    (row,) = (line for line in stage_lines(record) if line.startswith("communication"))
+    assert " 5.00 " in row
+    assert row.endswith("(exposed; 7.25 ms hidden behind other stages)")

@@ -150,4 +150,19 @@ NAIVE = (
             "weight * x32 * ((x32[..., : max(1, x32.shape[-1] // 64 * 64)] ** 2).mean(-1, keepdim=True) + eps).rsqrt()"
         ),
     ),
+    mutant("gate-of-the-other-sign", "matches-reference", "torch.where(dot < 0", "torch.where(dot > 0"),
+    mutant("root-without-its-floor", "P4", ".clamp(min=1e-6).sqrt()", ".sqrt()"),
+    mutant("gate-without-eps", "P4", "x.square().mean(-1) + self._eps)", "x.square().mean(-1))"),
+    mutant("gate-without-a-root", "matches-reference", ".clamp(min=1e-6).sqrt()", ".clamp(min=1e-6)"),
+    mutant("gate-without-its-weight", "matches-reference", "(x * weight * keys)", "(x * keys)"),
+    mutant("gate-without-its-scale", "matches-reference", "dot = dot * streams.shape[-1] ** -0.5", "dot = dot * 1.0"),
+    mutant("keys-shifted", "matches-reference", "values[:, :-1].float()", "values[:, 1:].float()"),
+    mutant("first-key-for-the-value", "matches-reference", "values[:, -1:].float()", "values[:, :1].float()"),
+    mutant("gate-of-the-batch", "units-alone", "keys.square().mean(-1)", "keys.square().mean()"),
+    mutant(
+        "streams-overwritten",
+        "inputs-left-alone",
+        "return (x + gate.unsqueeze(-1) * value).to(streams.dtype)",
+        "return streams.copy_(x + gate.unsqueeze(-1) * value)",
+    ),
 )

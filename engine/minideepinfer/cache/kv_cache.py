@@ -16,6 +16,11 @@ def ring_size(config: TextConfig) -> int:
     return config.sliding_window + config.dspark_block_size + 1
 
 
+def pair_slots(config: TextConfig) -> int:
+    """First halves of pairs that a request keeps: the unpaired last token, and those up to a draft block before it."""
+    return config.dspark_block_size // 2 + 2
+
+
 def _check_pages(config: TextConfig, page_tokens: int) -> None:
     """No entry and no block of candidates may span two pages."""
     for layer in config.layers:
@@ -33,12 +38,13 @@ class KVCache:
         window: per layer `[max_requests, ring_size, head_dim]`.
         main: per KV source `[num_pages, page_tokens // ratio, head_dim]`.
         index_keys: per KV source `[num_pages, page_tokens // ratio, index_head_dim]`.
-        pending: per ratio-2 source float32 `[max_requests, 2, head_dim]`, the `(k, s)` of an unpaired last token.
+        pending: per ratio-2 source float32 `[max_requests, pair_slots, 2, head_dim]`, the `(k, s)` of the last first
+            tokens of pairs; pair j lies in slot `j % pair_slots`.
     """
 
     def __init__(self, config: TextConfig, cache: CacheConfig, layout: CacheLayout, device: torch.device) -> None:
         _check_pages(config, cache.page_tokens)
-        self.ring_size = ring_size(config)
+        self.ring_size, self.pair_slots = ring_size(config), pair_slots(config)
         self.layout = layout
         try:
             self._allocate(config, cache, device)
@@ -60,7 +66,7 @@ class KVCache:
             self.main[source.layer_id] = layout.allocate(cache.num_pages, entries, config.head_dim, device)
             self.index_keys[source.layer_id] = layout.allocate(cache.num_pages, entries, config.index_head_dim, device)
             if source.compress_ratio > 1:
-                self.pending[source.layer_id] = torch.empty(rings, 2, config.head_dim, device=device)
+                self.pending[source.layer_id] = torch.empty(rings, self.pair_slots, 2, config.head_dim, device=device)
 
     def write_window(self, layer_id: int, values: Tensor, rows: Rows) -> None:
         """Store the window entries of a step; of a request with more rows than slots, the last ones.
@@ -70,8 +76,8 @@ class KVCache:
             values: `[T, head_dim]`.
             rows: the rows the values belong to.
         """
-        kept, rings, slots = rows.ring_places(self.ring_size)
-        self.window[layer_id][rings, slots] = values[kept].to(self.layout.dtype)
+        kept, slots = rows.ring_places(self.ring_size)
+        self.window[layer_id].flatten(0, 1).index_copy_(0, slots, values[kept].to(self.layout.dtype))
 
     def write_entries(self, layer_id: int, main: Tensor, index_keys: Tensor, entries: EntryRows) -> None:
         """Store global entries and their index keys.

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 
-from minideepinfer.cache.kv_cache import ring_size
+from minideepinfer.cache.kv_cache import pair_slots, ring_size
 from minideepinfer.cache.layouts import LAYOUTS
 from minideepinfer.checkpoint.layout import KINDS, SKIPPED_KINDS, TensorSpec, expected_tensors
 from minideepinfer.checkpoint.partition import Partition, check_experts
@@ -111,7 +111,7 @@ def cache_sizes(config: TextConfig) -> dict[str, CacheSize]:
     ratios = [config.compress_ratios[layer_id] for layer_id in config.kv_source_layer_ids]
     entries = sum((Fraction(1, ratio) for ratio in ratios), Fraction())
     ring_rows = config.num_hidden_layers * ring_size(config)
-    pending = sum(4 * 2 * config.head_dim for ratio in ratios if ratio > 1)
+    pending = pair_slots(config) * sum(4 * 2 * config.head_dim for ratio in ratios if ratio > 1)
     return {
         name: CacheSize(
             entries * (layout.entry_bytes(config.head_dim) + layout.entry_bytes(config.index_head_dim)),

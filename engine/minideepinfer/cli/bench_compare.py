@@ -65,11 +65,13 @@ def _lines(pair: Pair) -> list[str]:
 
 
 def _origin(records: list[Record]) -> str:
-    """Commits and versions, as far as the records of a file agree."""
+    """Commit and versions of the first record, and what slowed any of them down."""
     software = records[0].software
     dirty = " and changes" if software.dirty else ""
     versions = ", ".join(f"{name} {version}" for name, version in software.versions.items())
-    return f"{len(records)} records, commit {software.commit[:12] or 'unknown'}{dirty}, {versions}"
+    reasons = sorted({reason for record in records for reason in record.machine.throttled})
+    slowed = f"; throttled: {', '.join(reasons)}" if reasons else ""
+    return f"{len(records)} records, commit {software.commit[:12] or 'unknown'}{dirty}, {versions}{slowed}"
 
 
 def _share(text: str) -> float:

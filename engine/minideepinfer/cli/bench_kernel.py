@@ -5,17 +5,18 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from minideepinfer.errors import ConfigError, OperatorError
+from minideepinfer.measure.kernels import PRESETS
 from minideepinfer.operators import FAMILIES, OperatorRegistry, RegisteredOperator, load_registry
 
 if TYPE_CHECKING:
     import torch
 
     from minideepinfer.measure.kernels.bench import Result
-
-PRESETS = ("v41-rank", "decode", "tiny")
+    from minideepinfer.measure.record import Record
 
 
 def add_kernel(actions: Any) -> None:
@@ -57,6 +58,8 @@ def _kernel(args: argparse.Namespace) -> int:
 
     registry = load_registry()
     operators = find_operators(registry, args.operators)
+    names = [name for name in args.operators if ":" in name]  # a family may have members that do not serve here
+    named = find_operators(registry, names) if names else []
     against = _against(registry, args.against)
     if args.operators and against and against.declaration.family not in _families(operators):
         raise OperatorError(f"--against {args.against}: no {against.declaration.family} operator is to be timed")
@@ -66,43 +69,45 @@ def _kernel(args: argparse.Namespace) -> int:
     watch, used = MachineWatch(device), software()
     rates = measured_rates(device)
     print("\n".join(_header(args, device, watch.machine().device, used.commit, rates)), flush=True)
-    problems = _measure(args, operators, registry, against, device, rates)
-    machine, title = watch.machine(), args.against or ""
-    if machine.throttled:
+    results: list[Result] = []
+    kept: list[Record] = []
+    for problems in _measure(args, operators, named, registry, against, device, rates):
+        machine = watch.machine()
+        for problem in problems:
+            results += problem
+            kept += records(problem, args.preset, args.against or "", machine, used, rates, args.seed)
+        if args.output:  # family by family, so that an interrupted run keeps what it has
+            write_records(args.output, kept)
+    if (machine := watch.machine()).throttled:
         print(f"throttled meanwhile: {', '.join(machine.throttled)}")
-    results = [result for problem in problems for result in problem]
-    if args.output:
-        kept = [records(problem, args.preset, title, machine, used, rates, args.seed) for problem in problems]
-        write_records(args.output, [record for problem in kept for record in problem])
-    return _verdict(results, operators if args.operators else [])
+    return _verdict(results, named)
 
 
 def _measure(
     args: argparse.Namespace,
     operators: list[RegisteredOperator],
+    named: list[RegisteredOperator],
     registry: OperatorRegistry,
     against: RegisteredOperator | None,
     device: torch.device,
     rates: dict[str, float],
-) -> list[list[Result]]:
-    """The results of every problem, printed family by family."""
+) -> Iterator[list[list[Result]]]:
+    """The results of every problem, family by family, printed as they come."""
     from minideepinfer.measure.kernels.bench import KernelBench, entrants
     from minideepinfer.measure.kernels.table import print_family
     from minideepinfer.testing.subject import reference_operator
 
-    found = []
     for family in _families(operators):
         chosen = [operator for operator in operators if operator.declaration.family == family]
         ours = against is not None and against.declaration.family == family
         if against is not None and ours and against not in chosen:
             chosen.append(against)
-        every = entrants(chosen, reference_operator(registry, family), named=bool(args.operators))
+        every = entrants(chosen, reference_operator(registry, family), named)
         bench = KernelBench(family, every, registry, device, rates, args.repeats, args.seed)
         start = time.perf_counter()
         problems = list(bench.run(args.preset))
         print_family(family, problems, time.perf_counter() - start, args.against if ours else "")
-        found += problems
-    return found
+        yield problems
 
 
 def _verdict(results: list[Result], named: list[RegisteredOperator]) -> int:

@@ -7,7 +7,7 @@ import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from minideepinfer.cli.bench_prefill import model_of, say
+from minideepinfer.cli.bench_steps import model_of, say
 from minideepinfer.errors import ConfigError, MiniDeepInferError, OperatorError
 from minideepinfer.measure.ladder.file import PRESETS
 

@@ -52,6 +52,9 @@ class CacheConfig(_Frozen):
     num_pages: int = Field(
         1024, gt=0, lt=2**31, description="pages of the global pool, the page budget of the scheduler"
     )
+    prefix: bool = Field(
+        False, description="keep global entries of earlier prompts and compute only what is new (see `replay`)"
+    )
     max_requests: int = Field(16, gt=0, lt=2**31, description="requests that hold window rings at the same time")
 
 
@@ -109,8 +112,10 @@ class EngineConfig(_Frozen):
     activation_quantization: Literal["released", "none"] = Field(
         "none", description="quantise inputs of FP8 / FP4 products to E4M3 per 32 channels (`wo_a` never)"
     )
-    replay: Literal["full", "bounded"] = Field(
-        "full", description="prompt rows that run the layers behind the candidate source: all, or the last window"
+    replay: Literal["full", "halo", "bounded"] = Field(
+        "full",
+        description="prompt rows that run the layers from the candidate source on: all; as many as the last row and "
+        "decode need to be exact; or the last window, an approximation",
     )
     max_tokens_per_step: int = Field(2048, gt=0, description="most rows of one step; longer prompts are chunked")
     cache: CacheConfig = Field(default_factory=CacheConfig, description="cache budgets")

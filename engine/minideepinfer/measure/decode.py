@@ -10,7 +10,8 @@ import torch
 from minideepinfer.config import EngineConfig, ModelConfig
 from minideepinfer.errors import ConfigError
 from minideepinfer.measure.facts import MachineWatch, software
-from minideepinfer.measure.rank import Rank, RankShape, with_cache
+from minideepinfer.measure.random_cache import with_cache
+from minideepinfer.measure.rank import Rank, RankShape
 from minideepinfer.measure.rates import COPY, measured_rates
 from minideepinfer.measure.record import Record
 from minideepinfer.measure.step_values import once, step_values
@@ -18,6 +19,7 @@ from minideepinfer.measure.steps import Profile, fused_stages, time_steps
 from minideepinfer.operators import Phase
 from minideepinfer.runtime.request import Request
 from minideepinfer.runtime.scheduler import ScheduledRequest
+from minideepinfer.runtime.world import World
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class DecodeProblem:
         steps: measured steps of each.
         warmup: steps before them.
         seed: of weights, tokens, cache and the other ranks' rows.
+        checkpoint: whose weights are used; None = random ones.
     """
 
     batch_sizes: tuple[int, ...]
@@ -43,6 +46,7 @@ class DecodeProblem:
     steps: int = 10
     warmup: int = 3
     seed: int = 0
+    checkpoint: str | None = None
 
     def __post_init__(self) -> None:
         """Raises ConfigError for numbers that leave nothing to measure."""
@@ -63,17 +67,28 @@ PRESETS = {
 class DecodeBench:
     """A rank with room for the largest batch and the longest context."""
 
-    def __init__(self, model_config: ModelConfig, engine_config: EngineConfig, problem: DecodeProblem) -> None:
+    def __init__(
+        self,
+        model_config: ModelConfig,
+        engine_config: EngineConfig,
+        problem: DecodeProblem,
+        world: World | None = None,
+    ) -> None:
         """Make weights and cache; see `Rank`."""
         most, longest = max(problem.batch_sizes), max(problem.contexts)
         self._pages = -(-(longest + 1) // engine_config.cache.page_tokens)
         self.problem = problem
-        shape = RankShape(problem.world_size, problem.engram_fraction, most, problem.num_layers, problem.seed)
-        self.rank = Rank(model_config, with_cache(engine_config, most * self._pages, most), shape)
+        shape = RankShape(
+            problem.world_size, problem.engram_fraction, most, problem.num_layers, problem.seed, problem.checkpoint
+        )
+        self.rank = Rank(model_config, with_cache(engine_config, most * self._pages, most), shape, world)
 
     def requests(self, batch_size: int, context: int) -> list[Request]:
         """Requests with a cached context and one known token behind it; no two share a page."""
-        vocabulary, generator = self.rank.config.vocab_size, torch.Generator().manual_seed(self.problem.seed)
+        vocabulary, generator = (
+            self.rank.config.vocab_size,
+            torch.Generator().manual_seed(self.problem.seed + self.rank.world.rank),
+        )
         ids = torch.randint(vocabulary, (batch_size, context + 1), generator=generator).tolist()
         return [
             Request(
@@ -136,7 +151,7 @@ def _measure(bench: DecodeBench, batch_size: int, context: int, profile: Profile
     scheduled = [ScheduledRequest(request, 1) for request in requests]
     watch = MachineWatch(rank.setup.device)
     bench.renew()
-    if not bool(rank.run(scheduled).isfinite().all()):
+    if not bool(rank.note_routing(scheduled).isfinite().all()):
         raise ConfigError("the benchmark's logits are not finite; an operator of the plan is wrong")
     times = time_steps(
         rank,
@@ -172,6 +187,8 @@ def _measure(bench: DecodeBench, batch_size: int, context: int, profile: Profile
 
 def headline(bench: DecodeBench) -> str:
     """What is absent or made up, and the precision."""
+    if bench.rank.others is None:
+        return f"{bench.rank.headline()}; each rank has requests of its own"
     return (
         f"{bench.rank.headline()}; each other rank has as many tokens as this one, random rows, fresh in each step and "
         "routed by the real gate outside its time; their partial sums are left out"

@@ -14,7 +14,8 @@ from minideepinfer.cache.kv_cache import KVCache
 from minideepinfer.config import EngineConfig, ModelConfig
 from minideepinfer.errors import ConfigError
 from minideepinfer.measure.facts import MachineWatch, software
-from minideepinfer.measure.rank import Rank, RankShape, with_cache
+from minideepinfer.measure.random_cache import with_cache
+from minideepinfer.measure.rank import Rank, RankShape
 from minideepinfer.measure.rates import measured_rates
 from minideepinfer.measure.record import Measurement, Record
 from minideepinfer.measure.step_values import once, step_values
@@ -24,6 +25,7 @@ from minideepinfer.model.transformer import TextModel
 from minideepinfer.operators import Phase, Stage
 from minideepinfer.runtime.request import Request
 from minideepinfer.runtime.scheduler import ScheduledRequest
+from minideepinfer.runtime.world import World
 
 
 @dataclass(frozen=True)
@@ -37,8 +39,9 @@ class PrefillProblem:
         engram_fraction: share of this rank's Engram rows that is held.
         num_layers: first layers of the model that run; None = all.
         steps: measured steps.
-        warmup: steps before them.
+        warmup: steps before them, beside the one that is checked.
         seed: of weights, tokens, cache and the other ranks' rows.
+        checkpoint: whose weights are used; None = random ones.
     """
 
     context: int
@@ -49,17 +52,24 @@ class PrefillProblem:
     steps: int = 10
     warmup: int = 3
     seed: int = 0
+    checkpoint: str | None = None
 
     def __post_init__(self) -> None:
         """Raises ConfigError for numbers that leave nothing to measure."""
-        for name, number in (("num_layers", self.num_layers), ("steps", self.steps), ("warmup", self.warmup)):
-            if number is not None and number < 1:
-                raise ConfigError(f"prefill benchmark: {name} is {number}; at least 1 is needed")
+        for name, number, least in (
+            ("num_layers", self.num_layers, 1),
+            ("steps", self.steps, 1),
+            ("warmup", self.warmup, 0),
+        ):
+            if number is not None and number < least:
+                raise ConfigError(f"prefill benchmark: {name} is {number}; at least {least} is needed")
 
     @property
     def shape(self) -> RankShape:
         """The rank that it takes."""
-        return RankShape(self.world_size, self.engram_fraction, self.new_tokens, self.num_layers, self.seed)
+        return RankShape(
+            self.world_size, self.engram_fraction, self.new_tokens, self.num_layers, self.seed, self.checkpoint
+        )
 
 
 PRESETS = {
@@ -76,13 +86,19 @@ class PrefillBench:
         rank: the rank.
     """
 
-    def __init__(self, model_config: ModelConfig, engine_config: EngineConfig, problem: PrefillProblem) -> None:
+    def __init__(
+        self,
+        model_config: ModelConfig,
+        engine_config: EngineConfig,
+        problem: PrefillProblem,
+        world: World | None = None,
+    ) -> None:
         """Make weights and cache; see `Rank`."""
-        text = model_config.text_config
         pages = -(-problem.context // engine_config.cache.page_tokens)
         self.problem = problem
-        self.rank = Rank(model_config, with_cache(engine_config, pages, 1), problem.shape)
-        ids = torch.randint(text.vocab_size, (problem.context,), generator=torch.Generator().manual_seed(problem.seed))
+        self.rank = Rank(model_config, with_cache(engine_config, pages, 1), problem.shape, world)
+        generator = torch.Generator().manual_seed(problem.seed + self.rank.world.rank)
+        ids = torch.randint(self.rank.config.vocab_size, (problem.context,), generator=generator)
         self._request = Request(0, ids.tolist(), problem.context, problem.context, ring=0, pages=list(range(pages)))
         self.rewind()
 
@@ -120,7 +136,8 @@ class PrefillBench:
 
     def before_layer(self, layer_id: int) -> None:
         """Say that the experts of this layer are the next ones to run."""
-        self.rank.ranks.next_layer = layer_id
+        if self.rank.others is not None:
+            self.rank.others.next_layer = layer_id
 
     def new_step(self) -> Step:
         """The rows of the step."""
@@ -134,31 +151,35 @@ class PrefillBench:
         """Compute the chunk once, behind a `rewind`; logits of its last row, `[1, vocab]`."""
         return self.rank.run(self._scheduled)
 
-    def check(self) -> None:
-        """Compute once and see that it is worth measuring.
+    def check(self) -> list[str]:
+        """Compute once and see that it is worth measuring; what a reader of its numbers must know.
 
         Raises:
-            ConfigError: logits are not finite, or this rank's experts get another share of the rows than theirs.
+            ConfigError: logits are not finite, or, with random weights, this rank's experts get another share of the
+                rows than theirs.
         """
         self.renew()
-        if not bool(self.step().isfinite().all()):
+        if not bool(self.rank.note_routing(self._scheduled).isfinite().all()):
             raise ConfigError("the benchmark's logits are not finite; an operator of the plan is wrong")
         low, mean, high = self.rows_per_expert()
         text, problem = self.rank.config, self.problem
         wanted = problem.world_size * problem.new_tokens * text.num_experts_per_tok / text.n_routed_experts
-        local = text.n_routed_experts // problem.world_size
-        noise = 4 / (wanted * local) ** 0.5  # four deviations of a fair gate in one layer, for small problems
-        if abs(mean / wanted - 1) > max(0.05, noise):
-            raise ConfigError(
-                f"the benchmark's experts have {mean:.1f} rows on average (least {low}, most {high}) and should have "
-                f"{wanted:.0f}, within 5 %; the gate of its plan routes strangely"
-            )
+        noise = 4 / (wanted * len(self.rank.local)) ** 0.5  # four deviations of a fair gate, for small problems
+        if abs(mean / wanted - 1) <= max(0.05, noise):
+            return []
+        found = (
+            f"the benchmark's experts have {mean:.1f} rows on average (least {low}, most {high}) and should have "
+            f"{wanted:.0f}, within 5 %"
+        )
+        if problem.checkpoint is None:
+            raise ConfigError(f"{found}; the gate of its plan routes strangely")
+        return [f"{found}; the checkpoint's gate sends random rows elsewhere"]
 
     def rows_per_expert(self) -> tuple[int, float, int]:
-        """Fewest, mean and most rows of this rank's experts, over the layers of the last step that ran on all rows."""
-        dispatched, local = self.rank.ranks.dispatched_ids.values(), self.rank.local
-        most = max(len(ids) for ids in dispatched)
-        full = [ids.flatten().long() for ids in dispatched if len(ids) == most]
+        """Fewest, mean and most rows of this rank's experts in a step, over the layers that run on all rows."""
+        routing, local = self.rank.routing.values(), self.rank.local
+        most = max(len(ids) for ids in routing)
+        full = [ids.flatten().long() for ids in routing if len(ids) == most]
         counts = torch.stack([ids.bincount(minlength=local.stop)[local.start : local.stop] for ids in full])
         return int(counts.min()), float(counts.float().mean()), int(counts.max())
 
@@ -198,7 +219,7 @@ def measure_prefill(
         torch.cuda.reset_peak_memory_stats(device)
     watch = MachineWatch(device)
     progress("warming up")
-    bench.check()
+    notes = bench.check()
     progress("measuring")
     times = time_steps(bench.rank, bench.step, bench.renew, steps=problem.steps, warmup=problem.warmup, profile=profile)
     machine = watch.machine()
@@ -223,11 +244,14 @@ def measure_prefill(
         inside=fused_stages(bench.rank.operators(Phase.PREFILL)) if times.stages else {},
         floors={**floors, "step": sum(floors.values()) - floors[Stage.FP4_DECODING]},
         rates=dict(rates),
+        notes=tuple(notes),
     )
 
 
 def headline(bench: PrefillBench) -> str:
     """What is absent or made up, and the precision."""
+    if bench.rank.others is None:
+        return f"{bench.rank.headline()}; each rank has {bench.problem.new_tokens} tokens of its own"
     others = (bench.problem.world_size - 1) * bench.problem.new_tokens
     return (
         f"{bench.rank.headline()}; the other ranks' {others} tokens are random rows, fresh in each step and routed by "

@@ -8,26 +8,23 @@ from typing import Any, Literal
 
 import torch
 
-from minideepinfer.cache.kv_cache import KVCache
 from minideepinfer.config import EngineConfig, ModelConfig
 from minideepinfer.errors import ConfigError
 from minideepinfer.measure.made_up_ranks import MadeUpRanks
+from minideepinfer.measure.random_cache import fill_cache
+from minideepinfer.measure.rank_weights import CheckpointWeights, FoldedHash, Part, RankWeights
 from minideepinfer.measure.stages import SwitchedClock
 from minideepinfer.measure.step_costs import ExpertRows, StepCosts
 from minideepinfer.measure.synthetic import Share, SyntheticWeights
-from minideepinfer.model.engram_hash import EngramHash
-from minideepinfer.model.step import Step
+from minideepinfer.model.step import NoRecorder, Recorder, Step
 from minideepinfer.operators import MoeProblem, NoClock, OperatorRegistry, Phase, Problem, load_registry
 from minideepinfer.operators.build import OperatorBuilder
 from minideepinfer.operators.plan import Plan
-from minideepinfer.quantization import qdq_fp8, qdq_mxfp4, qdq_nvfp4
 from minideepinfer.runtime.assembly import assemble
 from minideepinfer.runtime.batching import build_step, make_parts, wanted_rows
 from minideepinfer.runtime.scheduler import ScheduledRequest
 from minideepinfer.runtime.setup import Setup
-
-_PIECE = 2048
-"""Rings or pages that are rounded at a time; bounds memory."""
+from minideepinfer.runtime.world import World
 
 
 @dataclass(frozen=True)
@@ -40,6 +37,7 @@ class RankShape:
         most_rows: rows of a step, for which there is room.
         num_layers: first layers of the model that run; None = all.
         seed: of everything random.
+        checkpoint: whose weights they are; None = random ones.
     """
 
     world_size: int
@@ -47,9 +45,10 @@ class RankShape:
     most_rows: int
     num_layers: int | None = None
     seed: int = 0
+    checkpoint: str | None = None
 
-    def share(self, model_config: ModelConfig) -> Share:
-        """What the rank holds of a model.
+    def share(self, model_config: ModelConfig, rank: int = 0) -> Share:
+        """What a rank holds of a model.
 
         Raises:
             ConfigError: the model cannot be shared like that.
@@ -62,8 +61,21 @@ class RankShape:
         return Share(
             num_layers=self.num_layers or text.num_hidden_layers,
             num_experts=text.n_routed_experts // self.world_size,
-            engram_rows=int(max(text.engram_num_embeddings) / self.world_size * self.engram_fraction),
+            engram_rows=self.part(rank).rows_per_rank(max(text.engram_num_embeddings)),
+            rank=rank,
         )
+
+    def part(self, rank: int) -> Part:
+        """A rank's part of experts and tables."""
+        return Part(rank, self.world_size, self.engram_fraction)
+
+    def weights(self, setup: Setup, rank: int) -> RankWeights:
+        """Where the weights come from."""
+        share = self.share(setup.model_config, rank)
+        if self.checkpoint is None:
+            return SyntheticWeights(setup.model_config.text_config, share, setup.dtype, setup.device, self.seed)
+        engram = setup.engine_config.engram
+        return CheckpointWeights(self.checkpoint, self.part(rank), share.num_layers, setup.dtype, setup.device, engram)
 
 
 class Rank:
@@ -74,34 +86,47 @@ class Rank:
         setup: device, precision and plan.
         cache: random entries, rounded as the model rounds them.
         model: its blocks, embedding and head.
-        ranks: the other ranks.
+        world: the ranks that there are.
+        others: the ranks that there are not; None if all are there.
         clock: told of stages; its target can be changed.
+        routing: experts of the rows of all ranks, by layer, int32 `[T', k]`; see `note_routing`.
     """
 
-    def __init__(self, model_config: ModelConfig, engine_config: EngineConfig, shape: RankShape) -> None:
+    def __init__(
+        self, model_config: ModelConfig, engine_config: EngineConfig, shape: RankShape, world: World | None = None
+    ) -> None:
         """Make weights and cache.
 
         Args:
             model_config: the model.
             engine_config: `cache` says how many pages and rings there are.
             shape: how much of it.
+            world: all ranks of the shape's world; None = this one alone, which makes the others up.
 
         Raises:
+            CheckpointError: the checkpoint is damaged.
             ConfigError: layers, ranks or device do not fit the model or the machine.
             OperatorError: a chosen operator cannot serve the rank's problem.
         """
-        self.shape, self.config = shape, model_config.text_config
-        share = shape.share(model_config)
+        self.shape, self.config, self.world = shape, model_config.text_config, world or World()
         self.registry = load_registry(engine_config.plugins.ignore)
         self.setup = rank_setup(model_config, engine_config, shape, self.registry)
+        device, rank = self.setup.device, self.world.rank
         self.clock = SwitchedClock(NoClock())
-        self._hash = EngramHash(model_config, None, self.setup.device)
-        self._maker = maker = SyntheticWeights(self.config, share, self.setup.dtype, self.setup.device, shape.seed)
-        self._weights = weights = maker.make()
-        self.ranks = MadeUpRanks(shape.world_size, shape.most_rows, weights.layers[0].attention.wq_a, self.clock)
-        self.cache, self.model = self.setup.build(weights, self.clock, self.ranks)
-        fill_cache(self.cache, engine_config, maker)
-        self._generator = torch.Generator(self.setup.device).manual_seed(shape.seed)
+        self.routing: dict[int, torch.Tensor] = {}
+        self._hash = FoldedHash(model_config, shape.checkpoint, device, shape.part(rank))
+        self._maker = shape.weights(self.setup, rank)
+        self._weights = weights = self._maker.make()
+        self.others: MadeUpRanks | None = None
+        if self.world.size == 1:
+            row = weights.layers[0].attention.wq_a
+            self.others = MadeUpRanks(shape.world_size, shape.most_rows, row, self.clock)
+        else:
+            self.world.exchange("loaded", patient=True)  # or the first step would wait for those that still make theirs
+            self.world.connect(device)
+        self.cache, self.model = self.setup.build(weights, self.clock, self.others)
+        self._generator = torch.Generator(device).manual_seed(shape.seed + rank)
+        fill_cache(self.cache, engine_config.kv_quantization == "released", self.setup.dtype, self._generator)
         self._kept = [tensor.clone() for tensor in self._overwritten()]
         self.draw_others()
 
@@ -137,7 +162,7 @@ class Rank:
             self.setup.plan,
             OperatorBuilder(self.setup.device, self.clock),
             self.setup.dtype,
-            self.ranks,
+            self.others,
             moe_weights=made,
         )
         self.draw_others()
@@ -149,12 +174,14 @@ class Rank:
 
     @torch.inference_mode()
     def draw_others(self) -> None:
-        """Fresh rows of the other ranks."""
-        self.ranks.draw(self.model.blocks, self._generator)
+        """Fresh rows of the ranks that are made up."""
+        if self.others is not None:
+            self.others.draw(self.model.blocks, self._generator)
 
     def rewind(self) -> None:
         """Undo a step: window rings and pending pairs are as they were; entries in pages will be written again."""
-        self.ranks.next_layer = 0
+        if self.others is not None:
+            self.others.next_layer = 0
         for now, before in zip(self._overwritten(), self._kept, strict=True):
             now.copy_(before)
 
@@ -167,20 +194,35 @@ class Rank:
         parts = make_parts(scheduled, self.config, engine.replay)
         step = build_step(parts, self.config, self._hash, engine.cache.page_tokens, device)
         step.clock = self.clock
-        world_size = self.shape.world_size
-        step.counts = (step.encoder.num_tokens,) * world_size, (step.decoder.num_tokens,) * world_size
+        counts = self.world.exchange((step.encoder.num_tokens, step.decoder.num_tokens))
+        if self.others is not None:
+            counts *= self.shape.world_size
+        step.counts = tuple(first for first, _ in counts), tuple(last for _, last in counts)
         return step, wanted_rows(parts).to(device)
 
     @torch.inference_mode()
-    def run(self, scheduled: Sequence[ScheduledRequest]) -> torch.Tensor:
+    def run(self, scheduled: Sequence[ScheduledRequest], recorder: Recorder | None = None) -> torch.Tensor:
         """Compute a step behind a `rewind`; logits of the rows that are wanted, float32 `[N, vocab]`."""
         step, rows = self.new_step(scheduled)
+        step.recorder = recorder or NoRecorder()
         return self.model.logits(self.model.forward(step), step, rows)
+
+    def note_routing(self, scheduled: Sequence[ScheduledRequest]) -> torch.Tensor:
+        """Compute a step as `run` does, and remember to which experts it sent the rows of all ranks."""
+        kept = KeptRouting()
+        logits = self.run(scheduled, None if self.others else kept)
+        if self.others is not None:
+            self.routing = dict(self.others.dispatched_ids)
+        else:
+            comm = self.model.comm
+            counts = {layer: self.world.exchange(len(ids)) for layer, ids in kept.ids.items()}
+            self.routing = {layer: comm.all_gather(ids, counts[layer]) for layer, ids in kept.ids.items()}
+        return logits
 
     @property
     def local(self) -> range:
         """The experts of this rank."""
-        return range(self.config.n_routed_experts // self.shape.world_size)
+        return self.shape.part(self.world.rank).experts(self.config.n_routed_experts)
 
     def operators(self, phase: Phase) -> list[Any]:
         """The built operators that serve a phase."""
@@ -191,14 +233,16 @@ class Rank:
         return found
 
     def costs(self, step: Step, num_logits: int) -> StepCosts:
-        """What a step like the last one costs at least."""
-        experts = {layer: ExpertRows.of(ids, self.local) for layer, ids in self.ranks.dispatched_ids.items()}
+        """What a step costs at least, if its rows are routed like those of `note_routing`."""
+        experts = {layer: ExpertRows.of(ids, self.local) for layer, ids in self.routing.items()}
         return StepCosts(self.config, self.setup.plan, step, experts, num_logits)
 
     def described(self) -> dict[str, Any]:
         """What was measured, in plain data."""
         return {
             "world_size": self.shape.world_size,
+            "ranks": self.world.size,
+            "weights": "random" if self.shape.checkpoint is None else str(self.shape.checkpoint),
             "engram_fraction": self.shape.engram_fraction,
             "layers": len(self.model.blocks),
             "model_layers": self.config.num_hidden_layers,
@@ -220,17 +264,43 @@ class Rank:
 
     def headline(self) -> str:
         """What every benchmark of a rank says first: what is absent or made up, and the precision."""
+        alone = f"one rank of {self.shape.world_size}, no network"
+        weights = "random weights" if self.shape.checkpoint is None else f"weights of {self.shape.checkpoint}"
         return (
-            f"one rank of {self.shape.world_size}, no network; "
+            f"{alone if self.others else f'{self.world.size} ranks'}; "
             f"{', '.join(f'{name} {value}' for name, value in self.precision().items())}; "
-            f"{len(self.model.blocks)} of {self.config.num_hidden_layers} layers, random weights and cache, "
+            f"{len(self.model.blocks)} of {self.config.num_hidden_layers} layers, {weights}, random cache, "
             f"{self.shape.engram_fraction:.3g} of the rank's Engram rows"
         )
+
+    def close(self) -> None:
+        """Let the other ranks go."""
+        self.world.close()
 
     def synchronize(self) -> None:
         """Wait for the device."""
         if self.setup.device.type == "cuda":
             torch.cuda.synchronize(self.setup.device)
+
+    def meet(self) -> None:
+        """Wait for the device and for all ranks."""
+        self.synchronize()
+        self.world.exchange(None)
+
+
+class KeptRouting:
+    """A `Recorder` of the experts of each layer's rows."""
+
+    def __init__(self) -> None:
+        self.ids: dict[int, torch.Tensor] = {}
+
+    def wants(self, name: str) -> bool:
+        """Whether it is a layer's experts."""
+        return name.endswith(".ffn.expert_ids")
+
+    def record(self, name: str, value: torch.Tensor, request_ids: torch.Tensor) -> None:
+        """Keep them by layer."""
+        self.ids[int(name.split(".")[1])] = value
 
 
 def rank_setup(
@@ -263,25 +333,3 @@ def of_rank(problem: Problem, world_size: int) -> Problem:
     if not isinstance(problem, MoeProblem):
         return problem
     return replace(problem, num_local_experts=problem.num_experts // world_size, world_size=world_size)
-
-
-def fill_cache(cache: KVCache, engine_config: EngineConfig, maker: SyntheticWeights) -> None:
-    """Random entries, as the model would have rounded them, in every ring and page."""
-    released = engine_config.kv_quantization == "released"
-    for pools, rounded in (
-        (dict(enumerate(cache.window)), qdq_fp8),
-        (cache.main, qdq_nvfp4),
-        (cache.index_keys, qdq_mxfp4),
-    ):
-        for pool in pools.values():
-            for piece in pool.split(_PIECE):
-                values = maker.normal(*piece.shape)
-                piece.copy_(rounded(values) if released else values)
-    for pool in cache.pending.values():
-        pool.normal_(generator=maker.generator)
-
-
-def with_cache(engine_config: EngineConfig, num_pages: int, max_requests: int) -> EngineConfig:
-    """The same configuration with room for just that."""
-    cache = engine_config.cache.model_copy(update={"num_pages": num_pages, "max_requests": max_requests})
-    return engine_config.model_copy(update={"cache": cache})

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from minideepinfer.cache.kv_cache import pair_slots
 from minideepinfer.config import LayerSchedule, TextConfig
 from minideepinfer.measure.costs import ELEMENT_BYTES, FLOAT32, arithmetic
 from minideepinfer.measure.costs.attention import attention_cost
@@ -124,7 +125,7 @@ class StepCosts:
         )
         if layer.is_kv_source:
             parts = 2 if layer.compress_ratio > 1 else 1
-            entries = len(entering.entries(layer.compress_ratio).rows)
+            entries = len(entering.entries(layer.compress_ratio, pair_slots(c)).rows)
             cost += self._product(entering.num_tokens, c.hidden_size, parts * c.head_dim)
             cost += self._product(entries, c.head_dim, c.index_head_dim)
         if layer.is_index_source:

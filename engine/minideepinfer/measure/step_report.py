@@ -21,7 +21,7 @@ def prefill_lines(record: Record) -> list[str]:
     least, mean, most = (record.values[f"rows_per_expert_{kind}"].median for kind in ("least", "mean", "most"))
     lines = [
         f"step {step.median:.1f} ms ({step.low:.1f} to {step.high:.1f}, {step.repeats} steps): "
-        f"{speed.median:,.0f} tokens/s",
+        f"{speed.median:,.0f} tokens/s{' a rank' if record.problem.get('ranks', 1) > 1 else ''}",
         f"rows per expert: min {least:.0f}, mean {mean:.1f}, max {most:.0f}{_memory(record)}",
         *_distance(record),
     ]
@@ -65,7 +65,11 @@ def _row(record: Record, stage: str, total: float) -> str:
     time, floor = record.stages[stage], record.floors.get(stage)
     row = f"{stage:<22}{time:>9.2f}{time / total:>8.1%}"
     row += f"{floor:>9.2f}{time / floor:>9.2f}" if floor else f"{'none':>9}{'':>9}"
-    return row + (f"  (more of it in {record.inside[stage]})" if stage in record.inside else "")
+    if stage in record.inside:
+        row += f"  (more of it in {record.inside[stage]})"
+    if stage == Stage.COMMUNICATION and "communication_hidden" in record.values:
+        row += f"  (exposed; {record.values['communication_hidden'].median:.2f} ms hidden behind other stages)"
+    return row
 
 
 def _place(record: Record) -> Callable[[str], tuple[int, float]]:

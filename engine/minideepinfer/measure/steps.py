@@ -22,10 +22,13 @@ class Profile:
     Attributes:
         stages: whether stages are timed.
         trace: file for a trace of one step; None = none is kept.
+        gaps: whether the time between kernels is told apart from the stages around it, where stages are timed on a GPU;
+            takes a traced step, and long where kernels are many.
     """
 
     stages: bool = False
     trace: Path | None = None
+    gaps: bool = True
 
 
 WITH_STAGES = Profile(stages=True)
@@ -84,7 +87,7 @@ def time_steps(
 
 def _one(rank: Rank, step: Callable[[], object], between: Callable[[], None], timer: StageTimer | None) -> float:
     between()
-    rank.synchronize()
+    rank.meet()
     begin = time.perf_counter()
     _under(rank, timer or NoClock(), step)
     rank.synchronize()
@@ -106,13 +109,13 @@ def _traced(
 ) -> KernelTimes | None:
     """Trace a step if somebody wants to see it or its kernels."""
     cuda = rank.setup.device.type == "cuda"
-    if not (profile.trace or (profile.stages and cuda)):
+    if not (profile.trace or (profile.stages and profile.gaps and cuda)):
         return None
     clock = TraceClock()
     with tempfile.TemporaryDirectory() as folder:
-        path = profile.trace or Path(folder) / "trace.json"
+        path = profile.trace if profile.trace and rank.world.rank == 0 else Path(folder) / "trace.json"
         between()
-        rank.synchronize()
+        rank.meet()
         trace_step(lambda: _under(rank, clock, step), path, cuda)
         return kernel_times(path, clock.names) if cuda else None
 

@@ -35,11 +35,13 @@ class Share:
         num_layers: first layers of the model.
         num_experts: routed experts a layer.
         engram_rows: rows of each Engram table.
+        rank: which rank, and so which experts.
     """
 
     num_layers: int
     num_experts: int
     engram_rows: int
+    rank: int = 0
 
 
 class SyntheticWeights:
@@ -129,24 +131,25 @@ class SyntheticWeights:
         return IndexerWeights(queries, self._matrix(config.index_n_heads, config.hidden_size))
 
     def moe(self, layer_id: int) -> MoeWeights:
-        """Gate and experts of one layer; the same whenever they are made."""
-        others, self.generator = self.generator, torch.Generator(self.device).manual_seed(self.seed + 1 + layer_id)
+        """Gate and experts of one layer; the same whenever they are made, experts of each rank its own."""
+        others = self.generator
         try:
-            return self._moe()
+            self.generator = self._generator_of(layer_id, 0)
+            return self._moe(self._generator_of(layer_id, 1 + self.share.rank))
         finally:
             self.generator = others
 
-    def _moe(self) -> MoeWeights:
+    def _generator_of(self, layer_id: int, part: int) -> torch.Generator:
+        return torch.Generator(self.device).manual_seed(self.seed + 1 + layer_id + 1000 * part)
+
+    def _moe(self, of_experts: torch.Generator) -> MoeWeights:
         config, hidden, inner = self.config, self.config.hidden_size, self.config.moe_intermediate_size
         shared = None
         if config.n_shared_experts:
             shared = SharedExpert(self._matrix(inner, hidden), self._matrix(inner, hidden), self._matrix(hidden, inner))
-        return MoeWeights(
-            gate=self._matrix(config.n_routed_experts, hidden, torch.bfloat16),
-            gate_bias=torch.zeros(config.n_routed_experts, device=self.device),
-            experts=self._experts(),
-            shared=shared,
-        )
+        gate = self._matrix(config.n_routed_experts, hidden, torch.bfloat16)
+        self.generator = of_experts
+        return MoeWeights(gate, torch.zeros(config.n_routed_experts, device=self.device), self._experts(), shared)
 
     def _experts(self) -> PackedExperts:
         experts, hidden, inner = self.share.num_experts, self.config.hidden_size, self.config.moe_intermediate_size
@@ -155,6 +158,7 @@ class SyntheticWeights:
             w13_scale=self._exponents(experts, 2, inner, hidden // 32, fan_in=hidden),
             w2=self._bytes(experts, hidden, inner // 2),
             w2_scale=self._exponents(experts, hidden, inner // 32, fan_in=inner),
+            expert_start=self.share.rank * experts,
         )
 
     def _exponents(self, *shape: int, fan_in: int) -> Tensor:
@@ -165,12 +169,10 @@ class SyntheticWeights:
     def _engram(self) -> EngramWeights:
         config, rows = self.config, self.share.engram_rows
         columns = config.engram_columns
-        streams = (config.hc_mult, config.hidden_size)
         return EngramWeights(
             table=self._bytes(rows, config.engram_head_dim, high=127),  # 127 and 255 are E4M3's NaN
             table_scale=self._bytes(rows, config.engram_head_dim // 32, low=119, high=121),
             wkv=self._matrix((config.hc_mult + 1) * config.hidden_size, columns * config.engram_head_dim),
-            q_weight=self._ones(*streams),
-            k_weight=self._ones(*streams),
+            gate_weight=self._ones(config.hc_mult, config.hidden_size),
             rows_per_rank=rows,
         )

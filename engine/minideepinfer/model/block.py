@@ -10,7 +10,7 @@ from torch import Tensor
 
 from minideepinfer.config import LayerSchedule, TextConfig
 from minideepinfer.model.attention import AttentionLayer
-from minideepinfer.model.engram import engram_values, inject, start_fetch
+from minideepinfer.model.engram import engram_values, start_fetch
 from minideepinfer.model.epilogue import Epilogue
 from minideepinfer.model.hyper_connections import HyperConnections, Site
 from minideepinfer.model.rows import Rows
@@ -119,7 +119,7 @@ class Block:
         entering = step.rows_entering(self.layer)
         rows = step.source if self.layer.is_candidate_source else entering
         if self.layer.is_kv_source:
-            entering.entries(self.layer.compress_ratio)
+            entering.entries(self.layer.compress_ratio, self.attention.cache.pair_slots)
         if self.layer.is_candidate_source and step.narrowing is not None:
             step.narrowing.dropped_rows.ring_places(self.attention.cache.ring_size)
         rows.ring_places(self.attention.cache.ring_size)
@@ -148,7 +148,7 @@ class Block:
             weights, dtype = self.weights.engram, streams.dtype
             fetched = step.fetched.pop(self.layer.layer_id).wait()
             values = engram_values(row_ids, fetched, weights, dtype, self.epilogue, rows.phase)
-            streams = inject(streams, values, weights, self.config)
+            streams = self.epilogue.inject(streams, values, weights.gate_weight, rows.phase)
         self.record(step, "engram.hash_ids", row_ids, rows)
         self.record(step, "engram.streams_out", streams, rows)
         return streams

@@ -36,7 +36,7 @@ class Compressor:
         Returns:
             Main entries `[N, head_dim]` and index keys `[N, index_head_dim]` as stored, and where they went.
         """
-        entries = rows.entries(self.layer.compress_ratio)
+        entries = rows.entries(self.layer.compress_ratio, cache.pair_slots)
         weights, epilogue, angles = self.weights, self.epilogue, entries.angles(self.rope)
         latent = self._latent(x, entries, cache, rows.phase)
         keys = F.linear(latent, weights.wk)
@@ -48,7 +48,8 @@ class Compressor:
     def _latent(self, x: Tensor, entries: EntryRows, cache: KVCache, phase: Phase) -> Tensor:
         weights = self.weights
         if self.layer.compress_ratio == 1:
-            pooled = F.linear(x, weights.wkv)  # every row is an entry
+            whole = len(entries.rows) == len(x)  # but for rows that run again behind a prefix hit
+            pooled = F.linear(x if whole else x[entries.rows], weights.wkv)
         else:
             pair = wide_linear(x, weights.wkv).unflatten(1, (2, -1))
             pooled = self._pool(pair, entries, cache.pending[self.layer.layer_id]).to(x.dtype)
@@ -58,8 +59,10 @@ class Compressor:
     def _pool(pair: Tensor, entries: EntryRows, pending: Tensor) -> Tensor:
         """Gate the two tokens of each entry, channel by channel; `pair` is float32 `[T, 2, head_dim]` of (k, s)."""
         first = torch.where(
-            entries.pending[:, None, None], pending[entries.rings], pair[(entries.rows - 1).clamp(min=0)]
+            entries.pending[:, None, None],
+            pending[entries.rings, entries.slots],
+            pair[(entries.rows - 1).clamp(min=0)],
         )
         k, s = torch.stack([first, pair[entries.rows]], dim=1).unbind(2)
-        pending[entries.open_rings] = pair[entries.open_rows]
+        pending[entries.half_rings, entries.half_slots] = pair[entries.half_rows]
         return (torch.softmax(s, dim=1) * k).sum(1)

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minideepinfer.config import TextConfig
 from minideepinfer.errors import OperatorError
 from minideepinfer.model.epilogue import Epilogue
 from minideepinfer.model.weights import EngramWeights
@@ -64,22 +63,5 @@ def engram_values(
     )
     memory = decode_fp8_rows(codes, scales, dtype).view(*row_ids.shape, codes.shape[-1]).flatten(1)
     projected = F.linear(epilogue.activation(memory, phase), weights.wkv)
-    streams, width = weights.q_weight.shape
+    streams, width = weights.gate_weight.shape
     return projected.view(len(row_ids), streams + 1, width)
-
-
-def inject(streams: Tensor, values: Tensor, weights: EngramWeights, config: TextConfig) -> Tensor:
-    """Add the gated value to every stream.
-
-    Args:
-        streams: `[T, S, H]`.
-        values: `[T, S + 1, H]` of `engram_values`.
-        weights: for the per-channel weights of the gate.
-        config: for the epsilon.
-    """
-    x, keys, value = streams.float(), values[:, :-1].float(), values[:, -1:].float()
-    eps, width = config.rms_norm_eps, streams.shape[-1]
-    dot = (x * (weights.q_weight * weights.k_weight) * keys).sum(-1)
-    dot = dot * torch.rsqrt(x.square().mean(-1) + eps) * torch.rsqrt(keys.square().mean(-1) + eps) * width**-0.5
-    gate = torch.sigmoid(torch.copysign(dot.abs().clamp(min=1e-6).sqrt(), dot))
-    return (x + gate.unsqueeze(-1) * value).to(streams.dtype)

@@ -53,5 +53,12 @@ class Epilogue:
     ) -> Tensor:
         """See `EpilogueOperator.run`. Unless `in_place` is False, x is lost."""
         cos, sin = angles or (None, None)
-        y = self.operators[phase].run(x, norm, cos, sin, quantization, in_place)
-        return checked(y, x.shape, x.dtype, x.device, f"the epilogue operator ({phase})")
+        return _checked(self.operators[phase].run(x, norm, cos, sin, quantization, in_place), x, phase)
+
+    def inject(self, streams: Tensor, values: Tensor, weight: Tensor, phase: Phase) -> Tensor:
+        """See `EpilogueOperator.inject`."""
+        return _checked(self.operators[phase].inject(streams, values, weight), streams, phase)
+
+
+def _checked(y: Tensor, like: Tensor, phase: Phase) -> Tensor:
+    return checked(y, like.shape, like.dtype, like.device, f"the epilogue operator ({phase})")

@@ -42,21 +42,25 @@ class WeightLoader:
         self.engram = engram
         self.part = part
 
-    def load(self, progress: Callable[[int, int], None] = lambda done, total: None) -> ModelWeights:
+    def load(
+        self, progress: Callable[[int, int], None] = lambda done, total: None, num_layers: int | None = None
+    ) -> ModelWeights:
         """Read everything the text model needs.
 
         Args:
             progress: called with blocks done and blocks in all.
+            num_layers: first blocks that are read; None = all.
 
         Raises:
             CheckpointError: a tensor is damaged; nothing is kept.
         """
         embed = self._stored("embed.weight")
         layers = []
-        for layer in self.config.layers:
-            progress(layer.layer_id, self.config.num_hidden_layers)
+        wanted = self.config.layers[:num_layers]
+        for layer in wanted:
+            progress(layer.layer_id, len(wanted))
             layers.append(self._layer(layer))
-        progress(self.config.num_hidden_layers, self.config.num_hidden_layers)
+        progress(len(wanted), len(wanted))
         return ModelWeights(embed, self._matrix("head.weight"), self._float("norm.weight"), layers)
 
     def _stored(self, name: str) -> Tensor:
@@ -79,7 +83,7 @@ class WeightLoader:
             hc_attn=self._hyper_connection(f"{prefix}.hc_attn"),
             hc_ffn=self._hyper_connection(f"{prefix}.hc_ffn"),
             attention=self._attention(f"{prefix}.attn", layer),
-            moe=self._moe(f"{prefix}.ffn"),
+            moe=self.moe(layer.layer_id),
             engram=None if layer.engram_index is None else self._engram(f"{prefix}.engram"),
         )
 
@@ -113,7 +117,9 @@ class WeightLoader:
     def _indexer(self, prefix: str) -> IndexerWeights:
         return IndexerWeights(self._dense(f"{prefix}.wq_b"), self._matrix(f"{prefix}.weights_proj.weight"))
 
-    def _moe(self, prefix: str) -> MoeWeights:
+    def moe(self, layer_id: int) -> MoeWeights:
+        """Read gate and experts of one block."""
+        prefix = f"layers.{layer_id}.ffn"
         shared, experts = f"{prefix}.shared_experts", self.part.experts(self.config.n_routed_experts)
         return MoeWeights(
             gate=self._stored(f"{prefix}.gate.weight"),
@@ -131,7 +137,6 @@ class WeightLoader:
             table=self.checkpoint.row_table(f"{prefix}.embed.weight", place, self.device, rows),
             table_scale=self.checkpoint.row_table(f"{prefix}.embed.scale", place, self.device, rows),
             wkv=self._dense(f"{prefix}.wkv"),
-            q_weight=self._float(f"{prefix}.q_weight"),
-            k_weight=self._float(f"{prefix}.k_weight"),
+            gate_weight=self._float(f"{prefix}.q_weight") * self._float(f"{prefix}.k_weight"),
             rows_per_rank=self.part.rows_per_rank(num_rows),
         )

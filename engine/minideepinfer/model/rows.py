@@ -19,23 +19,26 @@ class EntryRows:
 
     Attributes:
         rows: int64 `[N]`, row of an entry's last token.
-        rings: int64 `[N]`, ring of its request (where a pending pair lies).
+        rings: int64 `[N]`, ring of its request, and `slots` int64 `[N]`: where the first half of its pair is kept.
         pending: bool `[N]`, its first token was processed in an earlier step.
         positions: int64 `[N]`, position of its first token.
         request_ids: int64 `[N]`.
         pages: int64 `[N]` and `places` int64 `[N]`: where it is stored.
-        open_rows: int64 `[M]`, last rows of requests that leave a pair unfinished, and `open_rings` int64 `[M]`.
+        half_rows: int64 `[M]`, the last first tokens of pairs, which are kept in case their partner comes in another
+            step, be it because tokens were taken back; `half_rings` and `half_slots` int64 `[M]` say where.
     """
 
     rows: Tensor
     rings: Tensor
+    slots: Tensor
     pending: Tensor
     positions: Tensor
     request_ids: Tensor
     pages: Tensor
     places: Tensor
-    open_rows: Tensor
-    open_rings: Tensor
+    half_rows: Tensor
+    half_rings: Tensor
+    half_slots: Tensor
     _angles: dict[RotaryTable, Angles] = field(default_factory=dict, init=False)
 
     def angles(self, rope: RotaryTable) -> Angles:
@@ -46,10 +49,9 @@ class EntryRows:
 
 
 class RingPlaces(NamedTuple):
-    """Rows whose window entries a ring still holds after the step, int64 `[N]`, and where: `rings`, `slots` `[N]`."""
+    """Rows whose window entries rings hold after the step, int64 `[N]`, and their slots, counted over all rings."""
 
     rows: Tensor
-    rings: Tensor
     slots: Tensor
 
 
@@ -57,7 +59,10 @@ class RingPlaces(NamedTuple):
 class Rows:
     """T packed rows of R requests, decode requests first; `batches` are the same rows by phase.
 
-    Attributes are those of `Batch`, over all phases.
+    Attributes are those of `Batch`, over all phases, and one more.
+
+    Attributes:
+        shared_lens: first tokens of each request whose global entries are there already and are not written again.
     """
 
     seqlens: tuple[int, ...]
@@ -68,6 +73,7 @@ class Rows:
     block_table: Tensor
     page_tokens: int
     batches: tuple[Batch, ...]
+    shared_lens: tuple[int, ...]
     _ring_places: dict[int, RingPlaces] = field(default_factory=dict)
     _entries: dict[int, EntryRows] = field(default_factory=dict)
     _angles: dict[RotaryTable, Angles] = field(default_factory=dict, init=False)
@@ -82,6 +88,7 @@ class Rows:
         ring_table: Tensor,
         block_table: Tensor,
         page_tokens: int,
+        shared_lens: Sequence[int] = (),
     ) -> Rows:
         """Pack requests; decode requests must come first.
 
@@ -93,6 +100,7 @@ class Rows:
             ring_table: int64 `[R]` on the compute device, as is all that follows.
             block_table: int32 `[R, max_pages]`.
             page_tokens: tokens per page.
+            shared_lens: see `Rows`, multiples of every ratio; empty = none.
         """
         assert list(phases) == sorted(phases), "decode requests come first"  # "decode" < "prefill"
         device = ring_table.device
@@ -133,6 +141,7 @@ class Rows:
             block_table=block_table,
             page_tokens=page_tokens,
             batches=tuple(batches),
+            shared_lens=tuple(shared_lens) or (0,) * len(seqlens),
         )
 
     @property
@@ -147,6 +156,8 @@ class Rows:
 
     def split(self, packed: Tensor) -> tuple[Tensor, ...]:
         """Cut a packed tensor `[T, ...]` into those of the batches."""
+        if len(self.batches) == 1:
+            return (packed,)
         parts: tuple[Tensor, ...] = packed.split([batch.num_tokens for batch in self.batches])
         return parts
 
@@ -164,24 +175,30 @@ class Rows:
                 parts.append(torch.arange(begin + max(0, length - ring_size), begin + length))
                 begin += length
             rows = torch.cat(parts).to(self.positions.device)
-            rings, slots = self.ring_table[self.request_ids[rows]], self.positions[rows] % ring_size
-            self._ring_places[ring_size] = RingPlaces(rows, rings, slots)
+            rings = self.ring_table[self.request_ids[rows]]
+            self._ring_places[ring_size] = RingPlaces(rows, rings * ring_size + self.positions[rows] % ring_size)
         return self._ring_places[ring_size]
 
-    def entries(self, ratio: int) -> EntryRows:
-        """The entries these rows complete at a ratio, and the pairs they leave open."""
+    def entries(self, ratio: int, pair_slots: int) -> EntryRows:
+        """The entries these rows complete at a ratio, and the halves of pairs to keep.
+
+        Args:
+            ratio: tokens of an entry, 1 or 2.
+            pair_slots: halves that a request keeps.
+        """
         if ratio not in self._entries:
-            self._entries[ratio] = self._find_entries(ratio)
+            self._entries[ratio] = self._find_entries(ratio, pair_slots)
         return self._entries[ratio]
 
-    def _find_entries(self, ratio: int) -> EntryRows:
+    def _find_entries(self, ratio: int, pair_slots: int) -> EntryRows:
         lens, starts = (torch.tensor(x, dtype=torch.int64) for x in (self.seqlens, self.context_lens))
-        ends, first = starts + lens, starts // ratio
-        counts = ends // ratio - first
-        owner = torch.repeat_interleave(torch.arange(len(counts)), counts)
-        entry = torch.arange(len(owner)) - (counts.cumsum(0) - counts - first)[owner]
+        ends, first = starts + lens, torch.maximum(starts, torch.tensor(self.shared_lens, dtype=torch.int64)) // ratio
+        counts = (ends // ratio - first).clamp(min=0)
+        owner, entry = _ranges(first, counts)
         row_of_position_0 = lens.cumsum(0) - ends
-        unpaired = torch.nonzero((lens > 0) & (ends % ratio != 0)).flatten()
+        halves_end = -(-ends // ratio)
+        halves = torch.maximum(-(-starts // ratio), halves_end - pair_slots)
+        half_owner, half = _ranges(halves, (halves_end - halves).clamp(min=0) * (ratio > 1))
         per_page, device = self.page_tokens // ratio, self.positions.device
         host = {
             "rows": row_of_position_0[owner] + (entry + 1) * ratio - 1,
@@ -189,12 +206,20 @@ class Rows:
             "positions": entry * ratio,
             "request_ids": owner,
             "places": entry % per_page,
-            "open_rows": lens.cumsum(0)[unpaired] - 1,
+            "slots": entry % pair_slots,
+            "half_rows": row_of_position_0[half_owner] + half * ratio,
+            "half_slots": half % pair_slots,
         }
-        owner, page, unpaired = owner.to(device), (entry // per_page).to(device), unpaired.to(device)
+        owner, page, half_owner = owner.to(device), (entry // per_page).to(device), half_owner.to(device)
         return EntryRows(
             **{name: value.to(device) for name, value in host.items()},
             pages=self.block_table[owner, page].long(),
             rings=self.ring_table[owner],
-            open_rings=self.ring_table[unpaired],
+            half_rings=self.ring_table[half_owner],
         )
+
+
+def _ranges(starts: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """Of `range(start, start + count)` of each request, one after the other: the request, and the number."""
+    owner = torch.repeat_interleave(torch.arange(len(counts)), counts)
+    return owner, torch.arange(len(owner)) - (counts.cumsum(0) - counts - starts)[owner]

@@ -68,14 +68,13 @@ class EngramWeights:
         table_scale: uint8 `[rows, engram_head_dim / 32]`, beside it.
         rows_per_rank: rows of each rank's shard, of which the last ranks may have fewer; rank 0 has the first.
         wkv: `[(S + 1) * H, columns * engram_head_dim]`.
-        q_weight: float32 `[S, H]`; k_weight: float32 `[S, H]`.
+        gate_weight: float32 `[S, H]`, the product of the weights of stream and key.
     """
 
     table: Tensor
     table_scale: Tensor
     wkv: Tensor
-    q_weight: Tensor
-    k_weight: Tensor
+    gate_weight: Tensor
     rows_per_rank: int
 
 

@@ -1,4 +1,4 @@
-"""Family `epilogue`: what follows a dense product row by row, from norm to rounding."""
+"""Family `epilogue`: what follows a dense product row by row: norm, rotation and rounding, or Engram's gates."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ back in the compute dtype, which holds them exactly."""
 
 
 class EpilogueOperator(Protocol):
-    """A built epilogue operator (spec 2.3, 3.4, 3.11). Axes: T tokens, N heads, D channels, C rotated pairs.
+    """A built epilogue operator (spec 3.4, 3.9, 3.11). Axes: T tokens, N heads, D channels, C rotated pairs, S streams.
 
     Rows are independent and may be none; all tensors are contiguous.
     """
@@ -47,5 +47,21 @@ class EpilogueOperator(Protocol):
 
         Returns:
             Same shape and dtype as x, contiguous.
+        """
+        ...
+
+    def inject(self, streams: Tensor, values: Tensor, weight: Tensor) -> Tensor:
+        """Add Engram's value v to every stream x by its gate, in float32, rounded once: `x + g v`.
+
+        With k the stream's key, `d = sum(x weight k) / sqrt((mean(x^2) + eps) (mean(k^2) + eps) D)`, eps being
+        `rms_norm_eps`, and `g = sigmoid(r)`: r is `sqrt(max(|d|, 1e-6))`, and minus that where d < 0.
+
+        Args:
+            streams: `[T, S, D]`, bfloat16 or float32; not modified.
+            values: `[T, S + 1, D]`, dtype of streams: a key for each stream, then the value.
+            weight: float32 `[S, D]`.
+
+        Returns:
+            Same shape and dtype as streams, memory of its own.
         """
         ...

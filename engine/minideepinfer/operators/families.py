@@ -12,6 +12,6 @@ METHODS: dict[str, tuple[str, ...]] = {
     "moe": ("transform_weights", "prepare", "route", "run"),
     "comm": ("prepare", "all_gather", "reduce_scatter", "fetch_rows"),
     "residual": ("transform_weights", "enter", "advance", "mix", "collapse"),
-    "epilogue": ("run",),
+    "epilogue": ("run", "inject"),
 }
 """What a built operator of a family can do: the methods of its protocol."""

@@ -14,6 +14,7 @@ from minideepinfer.model.engram_hash import EngramHash
 from minideepinfer.model.rows import Rows
 from minideepinfer.model.step import Narrowing, Step
 from minideepinfer.operators import Phase
+from minideepinfer.runtime.replay import tail_rows
 from minideepinfer.runtime.request import Request
 from minideepinfer.runtime.scheduler import ScheduledRequest
 
@@ -51,11 +52,11 @@ class Part:
 
 def make_parts(scheduled: Sequence[ScheduledRequest], config: TextConfig, replay: str) -> list[Part]:
     """Give every scheduled request its phase and its floor; decode requests first, otherwise in the order given."""
-    parts = []
+    tail, parts = tail_rows(config, replay), []
     for item in scheduled:
         request, start = item.request, item.request.num_computed_tokens
-        narrows = replay == "bounded" and request.logits != "all"
-        floor = max(0, request.num_prompt_tokens - config.sliding_window) if narrows else 0
+        narrow = 0 if tail is None or request.logits == "all" else max(0, request.num_prompt_tokens - tail)
+        floor = max(narrow, request.first_computed_token)
         phase = item.phase(1 + config.dspark_block_size)
         parts.append(Part(request, phase, start, start + item.num_new_tokens, floor))
     return sorted(parts, key=lambda part: part.phase != Phase.DECODE)
@@ -76,21 +77,23 @@ def build_step(
     rings = torch.tensor([part.request.ring for part in parts], dtype=torch.int64, device=device)
     block_table = _block_table(parts).to(device)
 
+    shared = [part.request.num_shared_tokens for part in parts]
+
     def pack(begins: Sequence[int], ends: Sequence[int], floors: Sequence[int]) -> Rows:
         lens = [end - begin for begin, end in zip(begins, ends, strict=True)]
-        return Rows.pack(lens, begins, [p.phase for p in parts], floors, rings, block_table, page_tokens)
+        return Rows.pack(lens, begins, [p.phase for p in parts], floors, rings, block_table, page_tokens, shared)
 
     starts, kept, ends = [p.start for p in parts], [p.kept for p in parts], [p.end for p in parts]
-    nothing = [0] * len(parts)
-    encoder = source = decoder = pack(starts, ends, nothing)
+    origins = [part.request.first_computed_token for part in parts]
+    encoder = source = decoder = pack(starts, ends, origins)
     narrowing = None
-    if any(part.floor for part in parts):
-        source, decoder = pack(kept, ends, nothing), pack(kept, ends, [p.floor for p in parts])
+    if any(part.floor > origin for part, origin in zip(parts, origins, strict=True)):
+        source, decoder = pack(kept, ends, origins), pack(kept, ends, [p.floor for p in parts])
         stays = torch.cat([torch.arange(p.start, p.end) >= p.kept for p in parts])
         narrowing = Narrowing(
             kept=torch.nonzero(stays).flatten().to(device),
             dropped=torch.nonzero(~stays).flatten().to(device),
-            dropped_rows=pack(starts, kept, nothing),
+            dropped_rows=pack(starts, kept, origins),
         )
     depth = config.engram_max_ngram_size
     histories = [np.empty((0, depth), np.int64), *(_history(part, depth) for part in parts)]

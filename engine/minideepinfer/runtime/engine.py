@@ -7,17 +7,20 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import SupportsIndex
 
 import torch
 
 from minideepinfer.cache.pages import PageAllocator
+from minideepinfer.cache.prefix_tree import PrefixTree
 from minideepinfer.errors import RequestError
 from minideepinfer.operators import Phase, Stage
 from minideepinfer.runtime.capture import Capture
 from minideepinfer.runtime.generation import Generation
 from minideepinfer.runtime.params import SamplingParams
+from minideepinfer.runtime.replay import replay_start
 from minideepinfer.runtime.request import LogitsKind, Request
 from minideepinfer.runtime.runner import RequestLogits, Runner
 from minideepinfer.runtime.scheduler import Scheduler
@@ -49,18 +52,23 @@ class Engine:
         runner: the loaded model.
         scheduler: who runs when.
         throughput: totals since the start.
+        prefixes: global entries of earlier prompts; None = not kept.
         on_step: called with each request that a step has advanced, for progress bars.
     """
 
     def __init__(self, runner: Runner) -> None:
         config, text = runner.engine_config, runner.config.text_config
         self.runner = runner
+        pages = PageAllocator(config.cache.num_pages, config.cache.page_tokens)
+        self.prefixes = PrefixTree(pages) if config.cache.prefix else None
         self.scheduler = Scheduler(
-            pages=PageAllocator(config.cache.num_pages, config.cache.page_tokens),
+            pages=pages,
             num_rings=config.cache.max_requests,
             max_tokens_per_step=config.max_tokens_per_step,
             max_positions=text.max_position_embeddings,
             decode_rows=1 + text.dspark_block_size,
+            prefixes=self.prefixes,
+            replay_start=partial(replay_start, text, config.replay),
         )
         self.throughput = Throughput()
         self.on_step: Callable[[Request], None] | None = None
@@ -179,6 +187,8 @@ class Engine:
             results = self.runner.execute(scheduled, recorder)
             shares = self.runner.shares
             assert any(share.num_tokens for share in shares), "somebody waits, yet nothing can run"
+            for item in scheduled:
+                self.scheduler.publish(item.request)
             with clock.stage("sampling"):
                 delivered = [(result, self._deliver(result)) for result in results]
         if self.runner.device.type == "cuda":
@@ -224,5 +234,6 @@ class Engine:
             generation.accept(result.positions, result.logits)
         if result.request.all_computed if generation is None else generation.finish_reason is not None:
             self._generations.pop(result.request.request_id, None)
+            self.scheduler.publish(result.request, complete=True)
             self.scheduler.finish(result.request)
         return generation

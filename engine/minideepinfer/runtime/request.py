@@ -22,6 +22,9 @@ class Request:
         num_computed_tokens: tokens whose cache entries exist; the runner advances it.
         ring: window ring held while running.
         pages: pages held while running, in order of position.
+        num_shared_tokens: first tokens whose global entries were there at admission; they are never written.
+        first_computed_token: first row that was run, below `num_shared_tokens` only to rebuild window rings; no window
+            entry before it exists.
     """
 
     request_id: int
@@ -32,6 +35,8 @@ class Request:
     num_computed_tokens: int = 0
     ring: int | None = None
     pages: list[int] = field(default_factory=list)
+    num_shared_tokens: int = 0
+    first_computed_token: int = 0
 
     @property
     def in_prompt(self) -> bool:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from minideepinfer.cache.pages import PageAllocator
+from minideepinfer.cache.prefix_tree import PrefixTree
 from minideepinfer.errors import RequestError
 from minideepinfer.operators.declaration import Phase
 from minideepinfer.runtime.request import Request
@@ -37,7 +39,14 @@ class Scheduler:
     """
 
     def __init__(
-        self, pages: PageAllocator, num_rings: int, max_tokens_per_step: int, max_positions: int, decode_rows: int
+        self,
+        pages: PageAllocator,
+        num_rings: int,
+        max_tokens_per_step: int,
+        max_positions: int,
+        decode_rows: int,
+        prefixes: PrefixTree | None = None,
+        replay_start: Callable[[int, int], int] = lambda hit, prompt: hit,
     ) -> None:
         """Start with nothing queued.
 
@@ -47,11 +56,15 @@ class Scheduler:
             max_tokens_per_step: most rows of one step.
             max_positions: positions the model has.
             decode_rows: most new rows behind a cached context that still count as decode.
+            prefixes: where prompts find pages of earlier ones; None = every prompt is computed whole.
+            replay_start: of tokens found and tokens of the prompt, the first row to run; 0 = the hit saves nothing.
         """
         self.pages = pages
         self.max_tokens_per_step = max_tokens_per_step
         self.max_positions = max_positions
         self.decode_rows = decode_rows
+        self._prefixes = prefixes
+        self._replay_start = replay_start
         self._free_rings = list(reversed(range(num_rings)))
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
@@ -156,10 +169,74 @@ class Scheduler:
     def _admit_next(self) -> bool:
         if not self._waiting or not self._free_rings:
             return False
-        needed = self.pages.pages_for(self._waiting[0].max_total_tokens)
-        if needed > self.pages.num_free:
+        request = self._waiting[0]
+        shared, start = self._find_prefix(request)
+        needed = self.pages.pages_for(request.max_total_tokens) - len(shared)
+        if not self._make_free(needed):
+            self.pages.give_back(shared)
             return False
-        request = self._waiting.popleft()
-        request.ring, request.pages = self._free_rings.pop(), self.pages.take(needed)
+        self._waiting.popleft()
+        request.ring, request.pages = self._free_rings.pop(), shared + self.pages.take(needed)
+        request.num_shared_tokens = len(shared) * self.pages.page_tokens
+        request.first_computed_token = request.num_computed_tokens = start
+        if self._prefixes is not None:
+            self._prefixes.statistics.count(request.num_prompt_tokens, request.num_shared_tokens)
         self._running.append(request)
         return True
+
+    def _find_prefix(self, request: Request) -> tuple[list[int], int]:
+        """Pages of earlier prompts that begin this one, held, and its first row; at least its last token must run."""
+        if self._prefixes is None or request.logits == "all":
+            return [], 0
+        pages = self._prefixes.lookup(request.token_ids, request.num_prompt_tokens - 1)
+        start = self._replay_start(len(pages) * self.pages.page_tokens, request.num_prompt_tokens)
+        if start:
+            return pages, start
+        self.pages.give_back(pages)
+        return [], 0
+
+    def _make_free(self, count: int) -> bool:
+        """Evict until so many pages are free; nothing is evicted in vain."""
+        lacking = count - self.pages.num_free
+        if lacking > 0 and self._prefixes is not None and self._prefixes.evictable() >= lacking:
+            self._prefixes.evict(lacking)
+        return count <= self.pages.num_free
+
+    def publish(self, request: Request, *, complete: bool = False) -> None:
+        """Offer the complete pages of a request to later prompts, after a step that ended well.
+
+        Args:
+            request: a running one.
+            complete: nothing will be taken back any more; else pages that `truncate` may reach are left out.
+        """
+        if self._prefixes is not None:
+            computed = request.num_computed_tokens
+            final = computed if complete else self._least(request)
+            count = min(computed, final) // self.pages.page_tokens
+            self._prefixes.insert(request.token_ids[: count * self.pages.page_tokens], request.pages[:count])
+
+    def truncate(self, request: Request, num_tokens: int) -> None:
+        """Take the last tokens of a running request back, as if they had never been computed.
+
+        Window rings, kept halves of pairs and the pages behind `publish` hold what the tokens before them left.
+
+        Args:
+            request: a running one.
+            num_tokens: tokens that it keeps, computed or known.
+
+        Raises:
+            RequestError: more would be taken back than a draft block, or some of the prompt.
+        """
+        computed, least = request.num_computed_tokens, self._least(request)
+        if not least <= num_tokens <= len(request.token_ids):
+            raise RequestError(
+                f"request {request.request_id}: cannot go back to {num_tokens} tokens; it has {computed} computed ones "
+                f"of {len(request.token_ids)}, {request.num_prompt_tokens} of them its prompt, and at most "
+                f"{self.decode_rows - 1} can be taken back: {least} to {len(request.token_ids)} tokens can stay"
+            )
+        del request.token_ids[num_tokens:]
+        request.num_computed_tokens = min(computed, num_tokens)
+
+    def _least(self, request: Request) -> int:
+        """Tokens that stay whatever is taken back: the prompt, and all but a draft block."""
+        return max(request.num_prompt_tokens, request.num_computed_tokens - (self.decode_rows - 1))

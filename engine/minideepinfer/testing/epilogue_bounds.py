@@ -1,4 +1,4 @@
-"""Between which numbers a correct epilogue operator may be: intervals of float64 through spec 3.4 and 3.11.
+"""Between which numbers a correct epilogue operator may be: intervals of float64 through spec 3.4, 3.9, 3.11.
 
 Rounding is monotone, so the ends of an interval are rounded like the numbers inside. A number has a choice of codes
 only where its interval reaches across the border between them, and of scales where the largest one of its group does.
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from minideepinfer.operators import Quantization
 from minideepinfer.quantization import E2M1_MAX, E4M3_MAX, decode_e2m1, encode_e2m1
-from minideepinfer.testing.recipes.epilogue import EpilogueCase
-from minideepinfer.testing.residual_bounds import normalised
+from minideepinfer.testing.recipes.epilogue import EpilogueCase, InjectCase
+from minideepinfer.testing.residual_bounds import FLUSHED, ULPS, normalised
 from minideepinfer.testing.rounding import FLOAT32, Approximate
 
 
@@ -25,6 +25,16 @@ class Interval:
 
     low: Tensor
     high: Tensor
+
+    @property
+    def middle(self) -> Tensor:
+        """Halfway."""
+        return (self.low + self.high) / 2
+
+    @property
+    def half(self) -> Tensor:
+        """From there to an end."""
+        return (self.high - self.low) / 2
 
     def round(self, rounding: Callable[[Tensor], Tensor]) -> Interval:
         """Behind a monotone rounding."""
@@ -80,6 +90,11 @@ FORMATS: dict[Quantization, Format] = {
 }
 
 
+def finished(case: EpilogueCase, dtype: torch.dtype) -> Interval:
+    """All steps in a dtype, of finite rows."""
+    return quantized(before_rounding(case, dtype), case.quantization)
+
+
 def before_rounding(case: EpilogueCase, dtype: torch.dtype) -> Interval:
     """Steps 1 and 2 in a dtype. Rows with NaN or infinities have such numbers where an operator must have them."""
 
@@ -101,8 +116,7 @@ def _rotated(x: Interval, cos: Tensor, sin: Tensor) -> Interval:
     if x.low.dim() == 3:
         cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     start = x.low.shape[-1] - 2 * cos.shape[-1]
-    middle, half = (x.low + x.high) / 2, (x.high - x.low) / 2
-    (a, b), (a_error, b_error) = ((each[..., start::2], each[..., start + 1 :: 2]) for each in (middle, half))
+    (a, b), (a_error, b_error) = ((each[..., start::2], each[..., start + 1 :: 2]) for each in (x.middle, x.half))
     values, errors = [], []
     for value, to_a, to_b in ((a * cos - b * sin, cos, sin), (a * sin + b * cos, sin, cos)):
         carried = a_error * to_a.abs() + b_error * to_b.abs()
@@ -132,3 +146,23 @@ def quantized(x: Interval, quantization: Quantization) -> Interval:
         lowest = lowest.minimum(form.value(low / scale) * scale)
         highest = highest.maximum(form.value(high / scale) * scale)
     return Interval(lowest.flatten(-2), highest.flatten(-2))
+
+
+def injected(case: InjectCase, dtype: torch.dtype) -> Interval:
+    """Streams behind Engram, in a dtype: the gate grows with the product that it is made of."""
+    x, keys, value = case.streams.double(), case.values[:, :-1].double(), case.values[:, -1:].double()
+    width, eps = x.shape[-1], case.problem.rms_norm_eps
+    scale = ((x.square().mean(-1) + eps) * (keys.square().mean(-1) + eps) * width).rsqrt()
+    terms = x * case.weight.double() * keys
+    relative = (width + 3) * FLOAT32 + 2 * (ULPS + FLOAT32)  # of both roots and the factors
+    error = ((width + 2) * FLOAT32 * terms.abs().sum(-1) * (1 + relative) + terms.sum(-1).abs() * relative) * scale
+    error = error + FLUSHED * (terms != 0).any(-1)
+    product = terms.sum(-1) * scale
+    gates = []
+    for end in (product - error, product + error):
+        root = end.abs().clamp(min=1e-6).sqrt()
+        gates.append(torch.where(end < 0, -root, root).sigmoid().unsqueeze(-1))
+    off = (3 + 2 * product.abs().sqrt().unsqueeze(-1)) * ULPS * gates[1]
+    low, high = (gates[0] - off) * value, (gates[1] + off) * value
+    size = 2 * FLOAT32 * (x.abs() + high.abs().maximum(low.abs()))
+    return Interval(x + low.minimum(high), x + low.maximum(high)).widened(size).round(lambda y: y.to(dtype).double())

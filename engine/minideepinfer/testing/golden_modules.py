@@ -151,7 +151,7 @@ class ModulePass:
         main, keys = (self._value(own[n] if (golden := self.golden.get(n)) is None else golden) for n in names)
         begin = 0
         for span in self.spans:
-            entries = span.step.encoder.entries(layer.compress_ratio)
+            entries = span.step.encoder.entries(layer.compress_ratio, self.runner.cache.pair_slots)
             part = slice(begin, begin + len(entries.rows))
             self.runner.cache.write_entries(layer.layer_id, main[part], keys[part], entries)
             begin = part.stop

@@ -30,7 +30,7 @@ from minideepinfer.testing.bounds import attention_bound, moe_bound
 from minideepinfer.testing.contract import Outputs, Violation
 from minideepinfer.testing.margins import is_close
 from minideepinfer.testing.recipes.attention import AttentionCase
-from minideepinfer.testing.recipes.epilogue import EpilogueCase
+from minideepinfer.testing.recipes.epilogue import EpilogueCase, InjectCase
 from minideepinfer.testing.recipes.moe import MoeCase
 from minideepinfer.testing.recipes.residual import ResidualCase
 from minideepinfer.testing.variants import own_factor
@@ -59,12 +59,14 @@ def _residual_bounds(case: ResidualCase, outputs: Outputs) -> Outputs:
     return {name: bound(name) for name in outputs}
 
 
-def _epilogue_bounds(case: EpilogueCase, outputs: Outputs) -> Outputs:
+def _epilogue_bounds(case: EpilogueCase | InjectCase, outputs: Outputs) -> Outputs:
     def half(dtype: torch.dtype) -> Tensor:
-        right = epilogue_bounds.quantized(epilogue_bounds.before_rounding(case, dtype), case.quantization)
-        return (right.high - right.low) / 2
+        if isinstance(case, InjectCase):
+            return epilogue_bounds.injected(case, dtype).half
+        return epilogue_bounds.finished(case, dtype).half
 
-    return {"y": _of_both(case.x.dtype, half)}
+    dtype = next(iter(outputs.values())).dtype
+    return {name: _of_both(dtype, half) for name in outputs}
 
 
 def _of_both(dtype: torch.dtype, bound: Callable[[torch.dtype], Tensor]) -> Tensor:

@@ -11,7 +11,7 @@ from minideepinfer.operators import Quantization
 from minideepinfer.testing.recipes.attention import PATTERNS, AttentionCase, AttentionRecipe
 from minideepinfer.testing.recipes.batch import BatchRecipe
 from minideepinfer.testing.recipes.comm import CommRecipe
-from minideepinfer.testing.recipes.epilogue import NUMBERS, EpilogueRecipe
+from minideepinfer.testing.recipes.epilogue import NUMBERS, EpilogueRecipe, InjectRecipe
 from minideepinfer.testing.recipes.indexer import ROLES, IndexerCase, IndexerRecipe
 from minideepinfer.testing.recipes.moe import ROUTINGS, MoeCase, MoeRecipe
 from minideepinfer.testing.recipes.residual import CALLS, PROJECTIONS, ResidualRecipe
@@ -142,9 +142,25 @@ def residual_recipes(dtypes: tuple[str, ...] = BOTH) -> st.SearchStrategy[Residu
     )
 
 
+def epilogue_recipes(dtypes: tuple[str, ...] = BOTH) -> st.SearchStrategy[EpilogueRecipe | InjectRecipe]:
+    """Any legal call of an epilogue operator, four of five of them `run`."""
+    injected = st.builds(
+        InjectRecipe,
+        tokens=st.integers(0, 5),
+        dtype=st.sampled_from(dtypes),
+        streams=st.integers(1, 4),
+        width=st.sampled_from([1, 7, 32, 103, 300]),
+        amplitude=st.sampled_from([1.0, 1e-10, 1e3]),
+        alike=st.sampled_from([0.0, 1.0, -1.0, 0.2]),
+        decode=st.booleans(),
+        seed=SEEDS,
+    )
+    return st.integers(0, 4).flatmap(lambda kind: injected if kind == 0 else finished_recipes(dtypes))
+
+
 @st.composite
-def epilogue_recipes(draw: st.DrawFn, dtypes: tuple[str, ...] = BOTH) -> EpilogueRecipe:
-    """Any legal call of an epilogue operator."""
+def finished_recipes(draw: st.DrawFn, dtypes: tuple[str, ...] = BOTH) -> EpilogueRecipe:
+    """Any legal call of its `run`."""
     quantization: Quantization = draw(st.sampled_from(("none", "fp8", "mxfp4", "nvfp4")))
     widths = {"none": [1, 7, 32, 40, 103, 300], "nvfp4": [16, 48, 64, 144]}.get(quantization, [32, 64, 96, 320])
     width = draw(st.sampled_from(widths))
@@ -154,7 +170,7 @@ def epilogue_recipes(draw: st.DrawFn, dtypes: tuple[str, ...] = BOTH) -> Epilogu
         heads=draw(st.integers(0, 3)),
         width=width,
         norm=draw(st.booleans()),
-        pairs=0 if width % 2 else draw(st.sampled_from([0, 1, width // 2, width // 4])),
+        pairs=0 if width % 2 else draw(st.sampled_from([0, width // 4, width // 2])),
         quantization=quantization,
         in_place=draw(st.booleans()),
         numbers=draw(st.sampled_from(NUMBERS)),

@@ -15,7 +15,7 @@ from minideepinfer.operators.plan import PlanKey
 from minideepinfer.runtime.runner import Runner
 from minideepinfer.testing.contract import Outputs
 from minideepinfer.testing.recipes.attention import AttentionCase
-from minideepinfer.testing.recipes.epilogue import EpilogueCase
+from minideepinfer.testing.recipes.epilogue import EpilogueCase, InjectCase
 from minideepinfer.testing.recipes.indexer import IndexerCase
 from minideepinfer.testing.recipes.moe import MoeCase
 from minideepinfer.testing.recipes.residual import ResidualCase
@@ -182,6 +182,10 @@ class _Epilogue(_Watched):
     ) -> Tensor:
         case = EpilogueCase(self.problem, x.clone(), norm_weight, cos, sin, quantization, in_place)
         return self.visited(case, y=self.built.run(x, norm_weight, cos, sin, quantization, in_place))["y"]
+
+    def inject(self, streams: Tensor, values: Tensor, weight: Tensor) -> Tensor:
+        case = InjectCase(self.problem, streams, values, weight)
+        return self.visited(case, streams=self.built.inject(streams, values, weight))["streams"]
 
 
 def _parts(site: Coefficients) -> Outputs:

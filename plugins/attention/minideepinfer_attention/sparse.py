@@ -7,16 +7,13 @@ from dataclasses import dataclass
 
 import torch
 import triton
-from minideepinfer.operators import Batch, Selection, Stage, StageClock, interpreting
+from minideepinfer.operators import Batch, Selection, Stage, StageClock
 from minideepinfer.operators.problem import AttentionProblem
 from torch import Tensor
 
 from minideepinfer_attention.kernels.sparse import again_kernel, sparse_kernel
 from minideepinfer_attention.rows import WindowLayout, pool_rows, window_buffer, window_layout
-from minideepinfer_attention.tiles import FORM, LOG2E, head_tile, no_sink, num_programs
-
-GLUON_SIZES = (64, 512, 64, 128)
-"""Heads, head_dim, rope_dim and window that the Gluon kernel is made for."""
+from minideepinfer_attention.tiles import FORM, LOG2E, head_tile, no_sink, num_programs, suits_gluon
 
 
 def sparse_attention(
@@ -95,8 +92,8 @@ class SparseAttention:
     """See `AttentionOperator`; for many rows.
 
     Windows are copied into one buffer and selections turned into rows of the pool, both small beside the rest; a kernel
-    then walks them. At `GLUON_SIZES` on Hopper that is a Gluon kernel, elsewhere and where Triton is interpreted its
-    twin.
+    then walks them. At the released sizes on Hopper that is a Gluon kernel, elsewhere and where Triton is interpreted
+    its twin.
     """
 
     def __init__(self, problem: AttentionProblem, device: torch.device, clock: StageClock) -> None:
@@ -106,9 +103,7 @@ class SparseAttention:
         self.fuses = {Stage.KEY_GATHER: Stage.ATTENTION}
         self._attend: Callable[..., Tensor] = sparse_attention
         self.form = FORM
-        sizes = problem.num_heads, problem.head_dim, problem.rope_dim, problem.sliding_window
-        suits = sizes == GLUON_SIZES and problem.dtype == "bfloat16" and problem.capability == (9, 0)
-        if suits and not interpreting():
+        if suits_gluon(problem):
             from minideepinfer_attention.sparse_gluon import sparse_prefill
 
             self._attend, self.form = sparse_prefill, "gluon"

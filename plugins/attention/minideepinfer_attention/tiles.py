@@ -9,11 +9,21 @@ from typing import Any
 import torch
 import triton
 from minideepinfer.operators import interpreting
+from minideepinfer.operators.problem import AttentionProblem
 from torch import Tensor
 
 LOG2E = math.log2(math.e)
 """Logits are kept in units of it."""
 FORM = "triton, interpreted" if interpreting() else "triton"
+GLUON_SIZES = (64, 512, 64, 128)
+"""Heads, head_dim, rope_dim and window that the Gluon kernels are made for."""
+
+
+def suits_gluon(problem: AttentionProblem) -> bool:
+    """Whether the Gluon kernels serve a problem: the released sizes in bfloat16 on Hopper, not interpreted."""
+    sizes = problem.num_heads, problem.head_dim, problem.rope_dim, problem.sliding_window
+    hopper = problem.capability == (9, 0) and not interpreting()
+    return hopper and sizes == GLUON_SIZES and problem.dtype == "bfloat16"
 
 
 def head_tile(num_heads: int, head_dim: int, dtype: torch.dtype) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +14,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from minideepinfer_attention.kernels.window import EXTRA, window_attention_kernel
 from minideepinfer_attention.rows import WindowLayout, window_buffer, window_layout
-from minideepinfer_attention.tiles import FORM, LOG2E, no_sink
+from minideepinfer_attention.tiles import FORM, LOG2E, no_sink, suits_gluon
 
 LARGEST_WINDOW = 128
 MOST_TOKENS: int = EXTRA.value
@@ -120,12 +121,20 @@ def window_attention(
 
 
 class WindowAttention:
-    """See `AttentionOperator`; for layers without a global path, windows of at most `LARGEST_WINDOW`."""
+    """See `AttentionOperator`; for layers without a global path, windows of at most `LARGEST_WINDOW`.
+
+    At the released sizes on Hopper the kernel is a Gluon one, elsewhere and where Triton is interpreted its twin.
+    """
 
     def __init__(self, problem: AttentionProblem, device: torch.device, clock: StageClock) -> None:
+        self._attend: Callable[..., Tensor] = window_attention
         self.form = FORM
         self._clock = clock
         self.fuses = {Stage.KEY_GATHER: Stage.ATTENTION}
+        if suits_gluon(problem):
+            from minideepinfer_attention.window_gluon import window_prefill
+
+            self._attend, self.form = window_prefill, "gluon"
         self._window = problem.sliding_window
         self._tile = WindowTile.of(
             problem.num_heads, problem.head_dim, problem.sliding_window, getattr(torch, problem.dtype)
@@ -153,4 +162,4 @@ class WindowAttention:
         q, window_new, cos, sin = (tensor.contiguous() for tensor in (q, window_new, cos, sin))
         with self._clock.stage(Stage.KEY_GATHER):
             buffer = window_buffer(window_new, window_ring, metadata.layout)
-        return window_attention(q, buffer, metadata, self._no_sink if sink is None else sink, scale, cos, sin)
+        return self._attend(q, buffer, metadata, self._no_sink if sink is None else sink, scale, cos, sin)

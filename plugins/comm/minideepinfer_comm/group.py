@@ -124,8 +124,10 @@ class Group:
 
 def _start(size: int, device: torch.device, timeout: timedelta) -> None:
     """Make the default group; a world of one needs neither variables nor a port."""
-    cuda = device.type == "cuda"
-    backend, bound = ("cpu:gloo,cuda:nccl", device) if cuda else ("gloo", None)
+    backend, bound = "gloo", None
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        backend, bound = "cpu:gloo,cuda:nccl", torch.device("cuda", index)
     if size == 1:
         dist.init_process_group(backend, timeout=timeout, device_id=bound, store=HashStore(), rank=0, world_size=1)
     else:

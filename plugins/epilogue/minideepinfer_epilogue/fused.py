@@ -1,4 +1,7 @@
-"""`fused`: norm, rotation and rounding in one launch. Without a norm its results have the bits of `naive`'s."""
+"""`fused`: norm, rotation and rounding in one launch, Engram's gates in another.
+
+What is only rotated and rounded has the bits of `naive`.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,17 @@ import triton
 from minideepinfer.operators import BuildContext, EpilogueProblem, Quantization, interpreting
 from torch import Tensor
 
+from minideepinfer_epilogue.kernels.engram import inject_rows
 from minideepinfer_epilogue.kernels.rows import finish_rows
 
 GROUPS: dict[Quantization, int] = {"none": 1, "fp8": 32, "mxfp4": 32, "nvfp4": 16}
 """Channels that share a scale."""
 BLOCKS = (64, 128, 512, 2048, 8192)
-"""Channels that a program may have of a row: few sizes, so that few kernels are compiled."""
+"""Channels that a program may have of a row, the first one only where nothing but its end is rotated: few sizes, so
+that few kernels are compiled."""
 WIDEST = BLOCKS[-1]
+CHANNELS = 1024
+"""Channels of a stream that `inject` has in registers at a time."""
 NUMBERS = 1 << 16 if interpreting() else 2048
 """Numbers of a program; the interpreter's time goes by operations, not by elements."""
 
@@ -45,7 +52,7 @@ class FusedEpilogue:
             width = block = group  # nothing knows rows
         else:
             columns = 2 * pairs if tail else width
-            block = next(size for size in BLOCKS if size >= columns)
+            block = next(size for size in (BLOCKS if tail else BLOCKS[1:]) if size >= columns)
         rows = max(1, NUMBERS // block)
         num_rows = x.numel() // width
         finish_rows[(triton.cdiv(num_rows, rows),)](
@@ -70,6 +77,27 @@ class FusedEpilogue:
             num_warps=8 if block > 2048 else 4,
             enable_fp_fusion=False,  # the roundings of naive
         )
+        return out
+
+    def inject(self, streams: Tensor, values: Tensor, weight: Tensor) -> Tensor:
+        """See `EpilogueOperator.inject`."""
+        out = torch.empty_like(streams)
+        tokens, num_streams, width = streams.shape
+        if tokens:
+            inject_rows[(tokens * num_streams,)](
+                streams,
+                values,
+                weight,
+                out,
+                num_streams,
+                width,
+                self._eps,
+                width**-0.5,
+                ALIGNED=width % 16 == 0,
+                CHUNKS=triton.cdiv(width, CHANNELS),
+                BH=CHANNELS,
+                num_warps=4,
+            )
         return out
 
 

@@ -1,7 +1,8 @@
-"""`naive`: the reference for what follows a dense product (spec 2.3, 3.4, 3.11)."""
+"""`naive`: the reference for what follows a dense product (spec 3.4, 3.9, 3.11)."""
 
 from __future__ import annotations
 
+import torch
 from minideepinfer.model.linear import rms_norm
 from minideepinfer.model.rope import apply_rope
 from minideepinfer.operators import BuildContext, EpilogueProblem, Quantization
@@ -35,6 +36,16 @@ class NaiveEpilogue:
         if quantization != "none":
             y = ROUNDED[quantization](y)
         return y.clone() if y is x and not in_place else y
+
+    def inject(self, streams: Tensor, values: Tensor, weight: Tensor) -> Tensor:
+        """See `EpilogueOperator.inject`."""
+        x, keys, value = streams.float(), values[:, :-1].float(), values[:, -1:].float()
+        dot = (x * weight * keys).sum(-1)
+        dot = dot * torch.rsqrt(x.square().mean(-1) + self._eps) * torch.rsqrt(keys.square().mean(-1) + self._eps)
+        dot = dot * streams.shape[-1] ** -0.5
+        root = dot.abs().clamp(min=1e-6).sqrt()
+        gate = torch.sigmoid(torch.where(dot < 0, -root, root))
+        return (x + gate.unsqueeze(-1) * value).to(streams.dtype)
 
 
 def build(context: BuildContext) -> NaiveEpilogue:

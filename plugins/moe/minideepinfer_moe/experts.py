@@ -9,7 +9,7 @@ import triton
 from minideepinfer.operators import PackedExperts, interpreting
 from torch import Tensor
 
-from minideepinfer_moe.kernels.experts import down_kernel, gate_up_kernel
+from minideepinfer_moe.kernels.experts import experts_kernel
 from minideepinfer_moe.schedule import Schedule
 
 GROUP = 32
@@ -26,14 +26,12 @@ class ReadyExperts:
         w13_scale: uint8 `[E, 2, I, H / 32]`, as released.
         w2: uint8 `[E, H, I / 2]`.
         w2_scale: uint8 `[E, H, I / 32]`, as released.
-        wide: whether any exponent is above 128.
     """
 
     w13: Tensor
     w13_scale: Tensor
     w2: Tensor
     w2_scale: Tensor
-    wide: bool
 
 
 @dataclass(frozen=True)
@@ -46,21 +44,82 @@ class Tiling:
     stages: int
 
 
-def tile_rows(max_rows: int, num_experts: int, dtype: torch.dtype) -> int:
-    """The tile height that suits about `max_rows / num_experts` rows an expert."""
-    if interpreting():
-        return 32
-    average: int = triton.cdiv(max_rows, num_experts)
-    if dtype is not torch.bfloat16:
-        return 16
-    return 8 if average <= 2 else 16 if average <= 12 else 64
+class PlainProducts:
+    """See `products.Products`; any legal size, dtype and exponents.
 
+    Args:
+        wide: whether any exponent of the weights is above 128.
+    """
 
-def pack(experts: PackedExperts) -> ReadyExperts:
-    """The form that the products read; called once, when weights are loaded."""
-    scales = experts.w13_scale.contiguous(), experts.w2_scale.contiguous()
-    wide = any(bool((scale > 128).any()) for scale in scales)
-    return ReadyExperts(_halves(experts.w13), scales[0], _halves(experts.w2), scales[1], wide)
+    form = "triton, interpreted" if interpreting() else "triton"
+
+    def __init__(self, wide: bool) -> None:
+        self._wide = wide
+
+    def pack(self, experts: PackedExperts) -> ReadyExperts:
+        """Columns j and 16 + j of a group into one byte."""
+        scales = experts.w13_scale.contiguous(), experts.w2_scale.contiguous()
+        return ReadyExperts(_halves(experts.w13), scales[0], _halves(experts.w2), scales[1])
+
+    def tile_rows(self, max_rows: int, num_experts: int, dtype: torch.dtype) -> int:
+        """8 to 64 rows."""
+        if interpreting():
+            return 32
+        average: int = triton.cdiv(max_rows, num_experts)
+        if dtype is not torch.bfloat16:
+            return 16
+        return 8 if average <= 2 else 16 if average <= 12 else 64
+
+    def gate_up(
+        self, x: Tensor, packed: ReadyExperts, schedule: Schedule, row_weights: Tensor, limit: float, quantize: bool
+    ) -> Tensor:
+        """See `Products.gate_up`."""
+        r = x.new_empty(schedule.max_rows, packed.w13.shape[2])
+        return self._launch(x, packed.w13, packed.w13_scale, schedule, r, row_weights, limit, quantize)
+
+    def down(self, r: Tensor, packed: ReadyExperts, schedule: Schedule) -> Tensor:
+        """See `Products.down`."""
+        y = r.new_empty(schedule.max_rows, packed.w2.shape[1])
+        return self._launch(r, packed.w2, packed.w2_scale, schedule, y)
+
+    def _launch(
+        self,
+        x: Tensor,
+        matrix: Tensor,
+        scales: Tensor,
+        schedule: Schedule,
+        out: Tensor,
+        row_weights: Tensor | None = None,
+        limit: float = 0.0,
+        quantize: bool = False,
+    ) -> Tensor:
+        """Gate and up if there are `row_weights`, else down."""
+        columns, outputs = x.shape[1], out.shape[1]
+        column_unit, output_unit = _unit(columns), _unit(outputs)
+        tiling = _tiling(schedule.tile_rows, x.dtype, outputs, columns)
+        experts_kernel[(triton.cdiv(outputs, tiling.n) * schedule.max_tiles,)](
+            x,
+            matrix,
+            scales,
+            schedule.sorted_tokens,
+            schedule.row_weights if row_weights is None else row_weights,
+            schedule.tiles,
+            out,
+            columns // GROUP // column_unit,
+            outputs // GROUP // output_unit,
+            limit,
+            COLUMN_UNIT=column_unit,
+            OUTPUT_UNIT=output_unit,
+            UP=row_weights is not None,
+            QUANTIZE=quantize,
+            WIDE=self._wide and x.dtype is torch.bfloat16,
+            BLOCK_M=schedule.tile_rows,
+            BLOCK_N=tiling.n,
+            BLOCK_K=tiling.k,
+            num_warps=tiling.warps,
+            num_stages=tiling.stages,
+        )
+        return out
 
 
 def _halves(released: Tensor) -> Tensor:
@@ -72,85 +131,6 @@ def _halves(released: Tensor) -> Tensor:
         even, odd = (first & 15) | (last << 4), (first >> 4) | (last & 0xF0)
         expert.copy_(torch.stack((even, odd), dim=-1).flatten(-3))
     return ready
-
-
-def gate_up(
-    x: Tensor, packed: ReadyExperts, schedule: Schedule, row_weights: Tensor, limit: float, quantize: bool = False
-) -> Tensor:
-    """`r = silu(min(w1 x, limit)) * clamp(w3 x, -limit, limit) * weight`, in float32 on products in x's dtype.
-
-    Args:
-        x: `[T, H]` compute dtype; only rows that the schedule names are read.
-        packed: what `pack` returned.
-        schedule: the rows.
-        row_weights: float32 `[R]`, by sorted row.
-        limit: clamp of gate (above) and up (both sides).
-        quantize: whether r goes through QDQ-FP8 after it was rounded; x already has, then.
-
-    Returns:
-        `[R, I]` in x's dtype; rows that do not exist are not written.
-    """
-    hidden, inner = x.shape[1], packed.w13.shape[2]
-    r = x.new_empty(schedule.max_rows, inner)
-    tiling = _tiling(schedule.tile_rows, x.dtype, inner, hidden)
-    hidden_unit, inner_unit = _unit(hidden), _unit(inner)
-    gate_up_kernel[(triton.cdiv(inner, tiling.n) * schedule.max_tiles,)](
-        x,
-        packed.w13,
-        packed.w13_scale,
-        schedule.sorted_tokens,
-        row_weights,
-        schedule.tiles,
-        r,
-        hidden // GROUP // hidden_unit,
-        inner // GROUP // inner_unit,
-        limit,
-        HIDDEN_UNIT=hidden_unit,
-        INNER_UNIT=inner_unit,
-        QUANTIZE=quantize,
-        WIDE=packed.wide and x.dtype is torch.bfloat16,
-        BLOCK_M=schedule.tile_rows,
-        BLOCK_N=tiling.n,
-        BLOCK_K=tiling.k,
-        num_warps=tiling.warps,
-        num_stages=tiling.stages,
-    )
-    return r
-
-
-def down(r: Tensor, packed: ReadyExperts, schedule: Schedule) -> Tensor:
-    """`y = w2 r`, summed in float32 and rounded to r's dtype.
-
-    Args:
-        r: `[R, I]`, from `gate_up`.
-        packed: what `pack` returned.
-        schedule: the rows.
-
-    Returns:
-        `[R, H]`; rows that do not exist are not written.
-    """
-    inner, hidden = r.shape[1], packed.w2.shape[1]
-    y = r.new_empty(schedule.max_rows, hidden)
-    tiling = _tiling(schedule.tile_rows, r.dtype, hidden, inner)
-    hidden_unit, inner_unit = _unit(hidden), _unit(inner)
-    down_kernel[(triton.cdiv(hidden, tiling.n) * schedule.max_tiles,)](
-        r,
-        packed.w2,
-        packed.w2_scale,
-        schedule.tiles,
-        y,
-        hidden // GROUP // hidden_unit,
-        inner // GROUP // inner_unit,
-        HIDDEN_UNIT=hidden_unit,
-        INNER_UNIT=inner_unit,
-        WIDE=packed.wide and r.dtype is torch.bfloat16,
-        BLOCK_M=schedule.tile_rows,
-        BLOCK_N=tiling.n,
-        BLOCK_K=tiling.k,
-        num_warps=tiling.warps,
-        num_stages=tiling.stages,
-    )
-    return y
 
 
 def _unit(width: int) -> int:

@@ -3,52 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from minideepinfer.operators import (
     Batch,
     BuildContext,
     MoeWeights,
-    PackedExperts,
     Stage,
     StageClock,
     TokenExchange,
-    interpreting,
 )
 from minideepinfer.operators.problem import MoeProblem
 from torch import Tensor
 
-from minideepinfer_moe import experts
 from minideepinfer_moe.gate import gate_logits, select
-from minideepinfer_moe.grouped import GroupedProducts, serves
-from minideepinfer_moe.grouped_pack import fits
 from minideepinfer_moe.naive import choose_experts
 from minideepinfer_moe.options import FusedOptions
+from minideepinfer_moe.products import Products, choose, measure
 from minideepinfer_moe.rows import combine, quantize, shared_expert
 from minideepinfer_moe.schedule import Schedule, make_schedule
-
-
-class Products(Protocol):
-    """The grouped products of the routed experts; `minideepinfer_moe.experts` has the words."""
-
-    def pack(self, experts: PackedExperts) -> Any:
-        """Bring a layer's experts into the order that the kernels read; they stay packed."""
-        ...
-
-    def tile_rows(self, max_rows: int, num_experts: int, dtype: torch.dtype) -> int:
-        """The tile height for about `max_rows / num_experts` rows an expert."""
-        ...
-
-    def gate_up(
-        self, x: Tensor, packed: Any, schedule: Schedule, row_weights: Tensor, limit: float, quantize: bool = False
-    ) -> Tensor:
-        """First products, activation and routing weight: `[T, H]` -> `[R, I]`."""
-        ...
-
-    def down(self, r: Tensor, packed: Any, schedule: Schedule) -> Tensor:
-        """Second product: `[R, I]` -> `[R, H]`."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,24 +51,24 @@ class FusedWeights:
 
 
 class FusedMoe:
-    """See `MoeOperator`. `run` speaks to the device only through launches; sizes follow from T * k."""
+    """See `MoeOperator`. `run` speaks to the device only through launches; sizes follow from T * k.
+
+    Attributes:
+        form: of the products of the layer whose weights were transformed last.
+    """
 
     def __init__(self, problem: MoeProblem, options: FusedOptions, clock: StageClock) -> None:
         self._problem = problem
         self._options = options
         self._clock = clock
         self._quantize = problem.activation_quantization == "released"
-        self._grouped = serves(problem)
         self.fuses = {Stage.FP4_DECODING: Stage.GROUPED_GEMM}
-        self.form = "triton, interpreted" if interpreting() else "gluon" if self._grouped else "triton"
+        self.form = ""
 
     def transform_weights(self, weights: MoeWeights) -> FusedWeights:
-        """Reorder the packed experts and stack the shared expert's first two matrices; nothing grows.
-
-        A layer with exponents that the grouped products can't decode gets the others.
-        """
-        shared, grouped = weights.shared, self._grouped and fits(weights.experts, fp8=False)
-        products: Products = GroupedProducts(fp8=self._quantize) if grouped else experts
+        """Choose the layer's products, reorder its packed experts, stack the shared expert's first two matrices."""
+        shared, products = weights.shared, choose(self._problem, measure(weights.experts))
+        self.form = products.form
         return FusedWeights(
             weights.gate.float() if self._problem.dtype == "float32" else weights.gate,
             weights.gate_bias,
@@ -139,7 +113,7 @@ class FusedMoe:
         partial = self._routed(tokens.x, (tokens.topk_ids, tokens.topk_weights), weights, None, torch.float32)
         total = comm.combine(partial, tokens.handle).wait()
         with self._clock.stage(Stage.COMBINE):
-            return (total if shared is None else total + shared).to(x.dtype)
+            return total.to(x.dtype) if shared is None else torch.add(total, shared, out=torch.empty_like(shared))
 
     def schedule(self, routing: tuple[Tensor, Tensor], weights: FusedWeights, dtype: torch.dtype) -> Schedule:
         """The rows to compute here for one step's routing, T at least 1."""
@@ -174,5 +148,5 @@ class FusedMoe:
 
 def build(context: BuildContext) -> FusedMoe:
     """Build `fused`."""
-    assert isinstance(context.options, FusedOptions)
-    return FusedMoe(context.problem, context.options, context.clock)
+    options = context.options if isinstance(context.options, FusedOptions) else FusedOptions()
+    return FusedMoe(context.problem, options, context.clock)

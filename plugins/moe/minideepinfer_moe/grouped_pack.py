@@ -17,6 +17,10 @@ _BF16_BIAS = 126
 """A decoded pair is its value times 2^-126; an E8M0 byte e means 2^(e - 127): bfloat16's exponent is e + 126."""
 _TOP_SHIFT, _LOW_SHIFT = 6, -5
 """Powers of two by which e4m3 holds all e2m1 values exactly, as normal numbers: 6 * 2^6 = 384, 0.5 * 2^-5 = 2^-6."""
+LARGEST_EXPONENT = 254 - _BF16_BIAS
+"""The largest E8M0 byte that decodes exactly in bfloat16, 2^1."""
+WIDEST_ROW = _TOP_SHIFT - _LOW_SHIFT
+"""By how much exponents of a row may differ to decode exactly in FP8."""
 # Bits of a word for sign, two exponent bits and mantissa bit of its 8 codes.
 _BF16_BITS = [
     tuple(bit + 16 * k1 for bit in bits)
@@ -104,7 +108,8 @@ def pack_grouped(experts: PackedExperts, fp8: bool) -> GroupedExperts:
     """Reorder the weights; once, when they are loaded.
 
     Args:
-        experts: H and I multiples of 128; exponents that `fits` allows.
+        experts: H and I multiples of 128; exponents up to `LARGEST_EXPONENT`, or for FP8 no more than `WIDEST_ROW`
+            apart in a row; none is NaN.
         fp8: whether products are to be FP8.
     """
     w13, scales = experts.w13.transpose(1, 2).flatten(1, 2), experts.w13_scale.transpose(1, 2).flatten(1, 2)
@@ -112,16 +117,3 @@ def pack_grouped(experts: PackedExperts, fp8: bool) -> GroupedExperts:
     return GroupedExperts(
         _pack_matrix(w13, scales, fp8), w2, fp8, hidden=experts.w2.shape[1], inner=experts.w13.shape[2]
     )
-
-
-def fits(experts: PackedExperts, fp8: bool) -> bool:
-    """Whether every exponent is one that the kernel decodes exactly; asks the device once, when weights are loaded.
-
-    bfloat16: at most 2^1. FP8: those of a row differ by at most 2^11. None is NaN.
-    """
-    for scales in (experts.w13_scale, experts.w2_scale):
-        top = scales.amax(-1)
-        span = top - scales.amin(-1) if fp8 else top
-        if int(span.max()) > (_TOP_SHIFT - _LOW_SHIFT if fp8 else 254 - _BF16_BIAS) or int(top.max()) == 255:
-            return False
-    return True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from minideepinfer.testing.tensors import tensors_in
 from minideepinfer.testing.tolerances import conformance
 from minideepinfer.testing.variants import title, variants
 
+FAILURES = (Violation, Crash, OperatorError)
 SECONDS = 0.5
 """About the longest that one call's rounds take together."""
 
@@ -80,17 +81,17 @@ class Entrant:
 
 
 def entrants(
-    operators: Sequence[RegisteredOperator], reference: RegisteredOperator, named: bool = False
+    operators: Sequence[RegisteredOperator], reference: RegisteredOperator, named: Collection[RegisteredOperator] = ()
 ) -> list[Entrant]:
     """Operators of a family with every set of options that the conformance kit tries, the reference among them.
 
     Args:
         operators: what to time.
         reference: what the others are compared with; appended if it is missing.
-        named: whether the operators were asked for by name.
+        named: which of them were asked for by name.
     """
     every = [*operators, *([] if reference in operators else [reference])]
-    return [Entrant(o, changes, o is reference, named) for o in every for changes in variants(o)]
+    return [Entrant(o, changes, o is reference, o in named) for o in every for changes in variants(o)]
 
 
 class KernelBench:
@@ -128,21 +129,14 @@ class KernelBench:
 
     def _problem(self, name: str, kernel: Kernel, recipe: Any) -> list[Result]:
         case = self._family.make(recipe, self._device)
-        least, calls = kernel.cost(case), dict[str, Call]()
-        results = []
+        least, calls, results = kernel.cost(case), dict[str, Call](), []
         for entrant in self._entrants:
-            subject = Subject(
-                entrant.registered, self._registry, self._conformance, self._device, changes=entrant.changes
-            )
-            obstacles = subject.obstacles(case)
-            if not obstacles and subject.interpreted and not entrant.named:
-                obstacles = (f"would be interpreted on {self._device}, which says nothing; it is if it is named",)
-            result = Result(entrant, name, subject.problem(case), recipe, obstacles=obstacles)
+            subject = Subject(entrant.registered, self._registry, self._conformance, self._device, entrant.changes)
+            result = Result(entrant, name, subject.problem(case), recipe, obstacles=_obstacles(entrant, subject, case))
             if not result.obstacles:
                 try:
-                    result, call = self._checked(result, subject, kernel, case, least)
-                    calls[entrant.title] = call
-                except (Violation, Crash, OperatorError) as error:
+                    result, calls[entrant.title] = self._checked(result, subject, kernel, case, least)
+                except FAILURES as error:
                     result = replace(result, failure=f"{type(error).__name__}: {error}")
             results.append(result)
         times = time_calls(calls, self._device, self._repeats, warmup=1, seconds=SECONDS)
@@ -153,6 +147,7 @@ class KernelBench:
             operator = subject.operator(case)
             call = kernel.bind(subject, operator, case)
             found = kernel.outputs(case, call())
+            call()  # what breaks when it is called again is not timed either
             cost = own_cost(subject.registered, operator, case, least)
         rows, few = self._family.sample(case)
         errors = judge(subject, kernel, few, found, rows)
@@ -170,6 +165,13 @@ class KernelBench:
         )
 
 
+def _obstacles(entrant: Entrant, subject: Subject, case: Any) -> tuple[str, ...]:
+    found = subject.obstacles(case)
+    if not found and subject.interpreted and not entrant.named:
+        return (f"would be interpreted on {subject.device}, and its time says nothing; name it to time it",)
+    return found
+
+
 def judge(subject: Subject, kernel: Kernel, case: Any, outputs: Outputs, rows: Tensor | None) -> dict[str, float]:
     """Hold some rows of a result against the reference on the same numbers, with the kit's bound.
 
@@ -178,7 +180,7 @@ def judge(subject: Subject, kernel: Kernel, case: Any, outputs: Outputs, rows: T
         kernel: what was called.
         case: these rows alone.
         outputs: of all rows.
-        rows: which of them; None = all.
+        rows: which of them, the last one among them; None = all.
 
     Returns:
         Errors by output (see `error`), and `of_bound`, the largest in units of its bound.
@@ -187,6 +189,10 @@ def judge(subject: Subject, kernel: Kernel, case: Any, outputs: Outputs, rows: T
         Violation: an error is larger than its bound.
     """
     device = next(tensors_in(case)).device
+    for name, tensor in outputs.items():
+        if not isinstance(tensor, Tensor) or (rows is not None and len(tensor) != int(rows[-1]) + 1):
+            what = f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, Tensor) else repr(tensor)[:80]
+            raise Violation(f"{name}: {what}; a tensor with one row for each of the call's is needed")
     found = {name: (tensor if rows is None else tensor[rows]).to(device) for name, tensor in outputs.items()}
     reference = subject.reference(case)
     expected = {name: reference[name].to(device) for name in found}

@@ -15,7 +15,7 @@ from minideepinfer.measure.timing import Call
 from minideepinfer.operators import IndexerOutput
 from minideepinfer.operators.cost import Cost
 from minideepinfer.quantization import qdq_mxfp4
-from minideepinfer.testing.contract import Outputs
+from minideepinfer.testing.contract import Outputs, Violation
 from minideepinfer.testing.recipes.batch import num_pages
 from minideepinfer.testing.recipes.indexer import IndexerCase, IndexerRecipe
 from minideepinfer.testing.subject import Subject
@@ -70,6 +70,8 @@ def bind(subject: Subject, operator: Any, case: IndexerCase) -> Call:
 
 def outputs(case: IndexerCase, result: IndexerOutput) -> Outputs:
     """Entries, and blocks of the candidate source."""
+    if (result.candidates is not None) != case.problem.emits_candidates:
+        raise Violation(f"candidates are {result.candidates}, emits_candidates is {case.problem.emits_candidates}")
     indices, lens = result.selection.indices, result.selection.lens
     if lens is not None:
         indices = indices.where(torch.arange(indices.shape[1], device=lens.device) < lens[:, None], -1)

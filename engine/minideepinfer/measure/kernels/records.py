@@ -60,7 +60,7 @@ def records(
     return [
         Record(
             benchmark="kernel",
-            name=f"{result.operator.title}, {result.problem}",
+            name=f"{result.operator.title}, {preset}: {result.problem}",
             headline=f"{result.operator.title} alone, no model around it, made-up numbers; {preset}: {result.problem}",
             machine=machine,
             software=software,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
@@ -39,7 +40,7 @@ def table_rows(results: Sequence[Result], against: str = "") -> list[list[str]]:
             continue
         time, reached = result.time, rates_reached(result.cost, result.time)
         cells += [_short(time.median), f"{_short(time.low)} to {_short(time.high)}"]
-        cells += [_short(result.floor), f"{time.median / result.floor:.2f}" if result.floor else ""]
+        cells += [_short(result.floor), f"{time.median / result.floor:.3g}" if result.floor else ""]
         cells += [_short(reached[name].median) for name in ("tflops", "gb_s")]
         cells += [f"{1 / ratio(time, naive).median:.3g}" if naive else "", f"{(result.errors or {})['of_bound']:.2g}"]
         if against:
@@ -79,6 +80,7 @@ def refusals(results: Sequence[Result]) -> list[str]:
 
 
 def _print(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    widths = [max(len(row[column]) for row in [columns, *rows]) for column in range(len(columns))]
     if sys.stdout.isatty():
         from rich import box
         from rich.console import Console
@@ -89,9 +91,10 @@ def _print(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) ->
             table.add_column(name, justify="left" if number < NAMES else "right", no_wrap=True)
         for row in rows:
             table.add_row(*row)
-        Console().print(table)
+        console = Console()
+        console.width = max(console.width, sum(widths) + 3 * len(widths) + 1)  # a narrow terminal wraps, nothing is cut
+        console.print(table)
         return
-    widths = [max(len(row[column]) for row in [columns, *rows]) for column in range(len(columns))]
     print(title)
     for row in (columns, *rows):
         cells = [
@@ -102,10 +105,7 @@ def _print(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) ->
 
 
 def _short(number: float) -> str:
-    """Three significant digits at least, without an exponent."""
+    """Four significant digits and all digits in front of the point, without an exponent."""
     if not number:
         return "0"
-    for limit, digits in ((0.1, 5), (1, 4), (10, 3), (100, 2), (1000, 1)):
-        if number < limit:
-            return f"{number:.{digits}f}"
-    return f"{number:.0f}"
+    return f"{number:.{max(0, 3 - math.floor(math.log10(abs(number))))}f}"

@@ -34,7 +34,8 @@ class RungFile(_Frozen):
     engine: dict[str, Any] = Field({}, description="engine settings that differ from those of the rung it builds on")
     layers: int | None = Field(None, gt=0, description="first layers of the model that run; default: the ladder's")
     steps: int | None = Field(None, gt=0, description="measured steps; default: the ladder's")
-    warmup: int | None = Field(None, gt=0, description="steps before them; default: the ladder's")
+    warmup: int | None = Field(None, ge=0, description="steps before them; default: the ladder's")
+    gaps: bool = Field(True, description="tell the time between kernels apart; takes long where kernels are many")
 
 
 class LadderFile(_Frozen):
@@ -45,7 +46,7 @@ class LadderFile(_Frozen):
     seed: int = Field(0, ge=0, description="of weights, tokens and cache")
     layers: int | None = Field(None, gt=0, description="first layers of the model that run; default: all")
     steps: int = Field(5, gt=0, description="measured steps of a rung")
-    warmup: int = Field(2, gt=0, description="steps before them")
+    warmup: int = Field(2, ge=0, description="steps before them, beside one that is checked")
     engine: dict[str, Any] = Field({}, description="engine settings of all rungs")
     rung: tuple[RungFile, ...] = Field(description="in the order in which they run")
 
@@ -61,7 +62,8 @@ class Rung:
         engine: its settings.
         layers: first layers of the model that run; None = all.
         steps: measured steps.
-        warmup: steps before them.
+        warmup: steps before them, beside one that is checked.
+        gaps: whether the time between kernels is told apart.
     """
 
     name: str
@@ -71,6 +73,7 @@ class Rung:
     layers: int | None
     steps: int
     warmup: int
+    gaps: bool
 
 
 @dataclass(frozen=True)
@@ -139,7 +142,8 @@ def make_ladder(data: dict[str, Any], where: str = "ladder") -> Ladder:
                 EngineConfig.from_dict(settings[item.name], f"{place}: engine"),
                 item.layers or written.layers,
                 item.steps or written.steps,
-                item.warmup or written.warmup,
+                written.warmup if item.warmup is None else item.warmup,
+                item.gaps,
             )
         )
     _check_shared(rungs, where)

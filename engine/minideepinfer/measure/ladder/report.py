@@ -95,14 +95,31 @@ def _rungs(records: Sequence[Record]) -> str:
                 f"{record.values['tokens_per_second'].median:,.0f}{_layers(record, records)}",
                 _ratio(record, records[0]),
                 _ratio(record, base),
+                _over_floor(record),
                 largest_error(record),
             ]
         )
-    heads = ["rung", "what is new", "builds on", "step, ms", "tokens/s", "× first", "× before", "largest error"]
-    return _table(heads, rows, numbers=range(3, 8)) + (
+    heads = [
+        "rung",
+        "what is new",
+        "builds on",
+        "step, ms",
+        "tokens/s",
+        "× first",
+        "× before",
+        "× floor",
+        "largest error",
+    ]
+    return _table(heads, rows, numbers=range(3, 9)) + (
         "\n\n± is half of the distance between the 20th and 80th percentile. `× before` is the speed against the rung "
-        "that it builds on; no ratio stands where layers differ."
+        "that it builds on; no ratio stands where layers differ. `× floor` is the step over the sum of its stages' "
+        "floors, at the rates of this session."
     )
+
+
+def _over_floor(record: Record) -> str:
+    floor = record.floors.get("step")
+    return f"{record.values['step'].median / floor:.2f}" if floor else "–"
 
 
 def _layers(record: Record, records: Sequence[Record]) -> str:
@@ -137,12 +154,12 @@ def _evidence(records: Sequence[Record]) -> str:
         base = _base(record, records)
         if base is None:
             continue
-        stage = _most_changed(record, base)
+        stages = [f"{stage}: {_stage(base, stage)} → {_stage(record, stage)}" for stage in _changed(record, base)]
         rows.append(
             [
                 record.name,
                 "<br>".join(_kernel(record, name) for name in _kernels(record)) or "–",
-                f"{stage}: {_stage(base, stage)} → {_stage(record, stage)}" if stage else "–",
+                "<br>".join(stages) or "–",
                 f"{number(base.values['step'].median)} → {number(record.values['step'].median)}"
                 if base.problem.get("layers") == record.problem.get("layers")
                 else f"{number(record.values['step'].median)}{_layers(record, records)}",
@@ -153,8 +170,8 @@ def _evidence(records: Sequence[Record]) -> str:
         return "One rung; nothing to compare."
     return (
         "Milliseconds, before → after. *Kernel*: one call of the operator that is new, on each problem of "
-        "`bench kernel`, and of the one that it replaces beside it; the error is against the reference. *Stage*: the "
-        "stage that changed most. *Step*: end to end.\n\n"
+        "`bench kernel`, and of the one that it replaces beside it; the error is the difference of their outputs. "
+        "*Stage*: those that changed most. *Step*: end to end.\n\n"
         + _table(["rung", "kernel", "stage", "step", "largest error"], rows)
     )
 
@@ -180,10 +197,12 @@ def _median(value: Measurement | None) -> str:
     return "–" if value is None else number(value.median)
 
 
-def _most_changed(record: Record, base: Record) -> str:
-    stages = dict.fromkeys([*base.stages, *record.stages])
-    changes = {stage: abs(record.stages.get(stage, 0.0) - base.stages.get(stage, 0.0)) for stage in stages}
-    return max(changes, key=changes.__getitem__) if changes else ""
+def _changed(record: Record, base: Record) -> list[str]:
+    """The stage that changed most, and others that changed at least a fifth as much."""
+    names = dict.fromkeys([*base.stages, *record.stages])
+    changes = {stage: abs(record.stages.get(stage, 0.0) - base.stages.get(stage, 0.0)) for stage in names}
+    largest = max(changes.values(), default=0.0)
+    return [stage for stage in sorted(names, key=lambda stage: -changes[stage]) if changes[stage] > largest / 5]
 
 
 def _stage(record: Record, stage: str) -> str:
@@ -195,14 +214,19 @@ def _stage(record: Record, stage: str) -> str:
 def _stages(records: Sequence[Record]) -> str:
     longest = max(records, key=lambda record: sum(record.stages.values()))
     names = dict.fromkeys([*longest.stages, *(s for r in records for s in [*r.stages, *r.inside])])
-    rows = [[stage, *(_stage(record, stage) for record in records)] for stage in names]
-    rows.append(["**sum**", *(number(sum(record.stages.values())) for record in records)])
-    rows.append(["**step**", *(number(record.values["step"].median) for record in records)])
-    if any("step_with_stages" in record.values for record in records):
-        rows.append(["step while stages are timed", *(_median(r.values.get("step_with_stages")) for r in records)])
-    return _table(["ms", *(record.name for record in records)], rows, numbers=range(1, len(records) + 1)) + (
+    best = min(records, key=lambda record: record.values["step"].median)
+    floor = {stage: number(best.floors[stage]) if stage in best.floors else "" for stage in names}
+    rows = [[stage, *(_stage(record, stage) for record in records), floor[stage]] for stage in names]
+    rows.append(["**sum**", *(number(sum(record.stages.values())) for record in records), ""])
+    of_step = number(best.floors["step"]) if "step" in best.floors else ""
+    rows.append(["**step**", *(number(record.values["step"].median) for record in records), of_step])
+    for title, value in (("step while stages are timed", "step_with_stages"), ("kernels of a traced step", "kernels")):
+        if any(value in record.values for record in records):
+            rows.append([title, *(_median(record.values.get(value)) for record in records), ""])
+    heads = ["ms", *(record.name for record in records), f"floor of {best.name}"]
+    return _table(heads, rows, numbers=range(1, len(heads))) + (
         "\n\nExclusive milliseconds. Stages are timed in steps of their own; the picture draws their shares of the "
-        "step."
+        "step. Where the time between kernels is `in stages`, waiting for the host counts in the stage that waits."
     )
 
 
@@ -269,7 +293,7 @@ def _conditions(records: Sequence[Record]) -> str:
     lines.append(f"- commit {software.commit or 'unknown'}{state}; {versions}")
     lines.append(f"- seed {first.seed}; {', '.join(f'{key} {value}' for key, value in first.precision.items())}")
     if first.rates:
-        lines.append(f"- rates of the same session: {', '.join(f'{k} {v:.3g}' for k, v in first.rates.items())}")
+        lines.append(f"- rates of the same session: {', '.join(f'{k} {v:.4g}' for k, v in first.rates.items())}")
     steps = ", ".join(f"{record.name} {record.values['step'].repeats}" for record in records)
     lines.append(f"- measured steps: {steps}")
     lines += [f"- {note}" for note in dict.fromkeys(note for record in records for note in record.notes)]

@@ -16,6 +16,7 @@ from minideepinfer.measure.prefill import PRESETS, PrefillBench, PrefillProblem,
 from minideepinfer.measure.rank import rank_setup
 from minideepinfer.measure.rates import measured_rates
 from minideepinfer.measure.record import Record
+from minideepinfer.measure.step_report import BETWEEN_KERNELS
 from minideepinfer.measure.steps import WITH_STAGES
 from minideepinfer.operators import load_registry
 from minideepinfer.operators.plan import Plan
@@ -71,18 +72,22 @@ class _Session:
         if self._reference is not None or problem != self._bench.problem:
             self._bench.change(rung.engine, problem)
         if self._reference is None:
+            self._progress("keeping what the first rung computes")
             self._reference = record_reference(self._bench)
         record = measure_prefill(
             self._model_config,
             rung.engine,
             problem,
             name=rung.name,
-            profile=WITH_STAGES,
+            profile=replace(WITH_STAGES, gaps=rung.gaps),
             rates=self._rates,
             bench=self._bench,
+            progress=self._progress,
         )
         self._plans[rung.name] = plan = self._bench.rank.setup.plan
+        self._progress("measuring kernels")
         kernels = self._kernels(self._plans[rung.builds_on], plan) if rung.builds_on else KernelEvidence()
+        self._progress("measuring errors")
         return self._of_ladder(record, rung, module_errors(self._bench, self._reference), kernels)
 
     def _kernels(self, before: Plan, after: Plan) -> KernelEvidence:
@@ -91,11 +96,13 @@ class _Session:
 
     def _of_ladder(self, record: Record, rung: Rung, errors: dict[str, float], kernels: KernelEvidence) -> Record:
         place = {"ladder": self._ladder.title, "builds_on": rung.builds_on, "says": rung.says}
+        in_stages = {} if BETWEEN_KERNELS in record.stages else {BETWEEN_KERNELS: "stages"}
         return record.model_copy(
             update={
                 "benchmark": "ladder",
                 "problem": record.problem | place,
                 "values": record.values | kernels.values,
+                "inside": record.inside | in_stages,
                 "floors": record.floors | kernels.floors,
                 "errors": errors | kernels.errors,
                 "notes": (*self._notes(record), *kernels.notes),
@@ -111,7 +118,7 @@ class _Session:
                 "bounded replay is an approximation by design: behind the source of candidates its windows begin at "
                 "the rows that are kept, which is what its errors of attention and blocks are there"
             )
-        if len(self._bench.model.blocks) < self._model_config.text_config.num_hidden_layers:
+        if len({rung.layers for rung in self._ladder.rungs}) > 1:
             notes.append(f"{record.name} ran the first {len(self._bench.model.blocks)} layers; nothing is scaled")
         return tuple(notes)
 

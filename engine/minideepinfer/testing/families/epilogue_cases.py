@@ -1,9 +1,10 @@
-"""Epilogues: edge cases tried first, and cases P1 to P3."""
+"""Epilogues: edge cases tried first, and cases P1 to P4."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -12,9 +13,10 @@ from minideepinfer.operators import Quantization
 from minideepinfer.testing.contract import ExplicitCase, Violation
 from minideepinfer.testing.epilogue_bounds import FORMATS
 from minideepinfer.testing.families.whole_model import WHOLE_MODEL
-from minideepinfer.testing.recipes.epilogue import EpilogueCase, EpilogueRecipe
+from minideepinfer.testing.recipes.epilogue import EpilogueCase, EpilogueRecipe, InjectCase, InjectRecipe
 from minideepinfer.testing.subject import Subject
 
+R = TypeVar("R", EpilogueRecipe, InjectRecipe)
 _ALL = EpilogueRecipe(tokens=3, heads=2, width=64, norm=True, pairs=4, quantization="fp8")
 
 EDGES = (
@@ -33,25 +35,33 @@ EDGES = (
     EpilogueRecipe(tokens=2, width=96, quantization="nvfp4", numbers="grid"),
     EpilogueRecipe(tokens=3),
     EpilogueRecipe(tokens=3, in_place=True),
+    InjectRecipe(tokens=3, streams=4, width=40),
+    InjectRecipe(tokens=3, streams=4, width=40, alike=-1.0),
+    InjectRecipe(tokens=0, streams=2),
+    InjectRecipe(tokens=2, streams=3, width=7, amplitude=1e-10, alike=1.0),
 )
 
 
 def _served(subject: Subject, recipe: EpilogueRecipe) -> EpilogueCase:
     """The call, at the nearest width and dtype that the operator serves."""
-
-    def wider() -> Iterator[EpilogueCase]:
-        for dtype in subject.dtypes:
-            for factor in (1, 4, 16, 64):
-                yield replace(recipe, dtype=dtype, width=recipe.width * factor).build()
-
-    return subject.nearest(wider())
+    return subject.nearest(one.build() for one in _wider(subject, recipe))
 
 
-def _hold(subject: Subject, case: EpilogueCase) -> Tensor:
+def _injection(subject: Subject, recipe: InjectRecipe) -> InjectCase:
+    return subject.nearest(one.build() for one in _wider(subject, recipe))
+
+
+def _wider(subject: Subject, recipe: R) -> Iterator[R]:
+    for dtype in subject.dtypes:
+        for factor in (1, 4, 16, 64):
+            yield replace(recipe, dtype=dtype, width=recipe.width * factor)
+
+
+def _hold(subject: Subject, case: EpilogueCase | InjectCase) -> Tensor:
     """The operator's result, compared with the reference."""
     found = subject.run(case)
     subject.family.compare(subject, case, found, subject.reference(case), 1.0)
-    return found["y"]
+    return next(iter(found.values()))
 
 
 def p1(subject: Subject) -> None:
@@ -110,9 +120,22 @@ def p3(subject: Subject) -> None:
             _hold(subject, _served(subject, call))
 
 
+def p4(subject: Subject) -> None:
+    """Gates of streams of zeros, of keys of zeros, and of products that are nearly zero; wide streams, many tokens."""
+    for tokens, streams, width in ((67, 1, 40), (2, 4, 5120), (3, 2, 1030)):
+        case = _injection(subject, InjectRecipe(tokens=tokens, streams=streams, width=width, alike=0.5))
+        case.streams[0] = 0.0
+        case.values[1, 0] = 0.0
+        found = _hold(subject, case)
+        half = case.values[0, -1].double() * torch.tensor(1e-3, dtype=torch.float64).sigmoid()
+        if not torch.allclose(found[0, 0].double(), half, rtol=2.0**-7, atol=0.0):
+            raise Violation(f"a stream of zeros takes {found[0, 0, :2].tolist()}, not half of the value")
+
+
 CASES = (
     ExplicitCase("P1", "0 / 0 in a norm or in a scale; an eps of 1e-6 by habit", p1),
     ExplicitCase("P2", "ties that do not go to the even code; a scale that is truncated, or floored elsewhere", p2),
     ExplicitCase("P3", "rows or channels at the edge of a tile left out, or done twice", p3),
+    ExplicitCase("P4", "0 / 0 in a gate, or the floor of its root left out", p4),
     *WHOLE_MODEL,
 )

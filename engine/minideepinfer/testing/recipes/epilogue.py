@@ -1,4 +1,4 @@
-"""Calls of an epilogue operator: norm, rotation and rounding of any rows."""
+"""Calls of an epilogue operator: norm, rotation and rounding of any rows, and Engram's gates."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NUMBERS = ("normal", "grid", "uneven")
 
 @dataclass(frozen=True)
 class EpilogueCase:
-    """One call."""
+    """One call of `run`."""
 
     problem: EpilogueProblem
     x: Tensor
@@ -47,7 +47,7 @@ class EpilogueCase:
 
 @dataclass(frozen=True)
 class EpilogueRecipe:
-    """Makes a call.
+    """Makes a call of `run`.
 
     Attributes:
         tokens: T.
@@ -94,14 +94,8 @@ class EpilogueRecipe:
                 * normal(*shape[:-1], -(-self.width // 16)).mul(12).exp2().repeat_interleave(16, -1)[..., : self.width]
             )
         angles = normal(self.tokens, self.pairs) * 3
-        problem = EpilogueProblem(
-            **facts(dtype, Phase.DECODE if self.decode else Phase.PREFILL),
-            widths=(self.width,),
-            rope_dim=2 * self.pairs,
-            rms_norm_eps=1e-20,
-        )
         return EpilogueCase(
-            problem=problem,
+            problem=_problem(dtype, self.decode, self.width, 2 * self.pairs),
             x=(x * self.amplitude).to(dtype),
             norm_weight=normal(self.width) if self.norm else None,
             cos=angles.cos() if self.pairs else None,
@@ -109,3 +103,70 @@ class EpilogueRecipe:
             quantization=self.quantization,
             in_place=self.in_place,
         )
+
+
+@dataclass(frozen=True)
+class InjectCase:
+    """One call of `inject`."""
+
+    problem: EpilogueProblem
+    streams: Tensor
+    values: Tensor
+    weight: Tensor
+
+    @property
+    def units(self) -> int:
+        """Tokens."""
+        return len(self.streams)
+
+    def run(self, operator: Any) -> dict[str, Tensor]:
+        """Call an operator."""
+        return {"streams": operator.inject(self.streams, self.values, self.weight)}
+
+    def take(self, order: Sequence[int]) -> tuple[InjectCase, Tensor]:
+        """Some tokens in another order, and which old row each new row is."""
+        rows = torch.tensor(list(order), dtype=torch.int64)
+        return replace(self, streams=self.streams[rows], values=self.values[rows]), rows
+
+
+@dataclass(frozen=True)
+class InjectRecipe:
+    """Makes a call of `inject`.
+
+    Attributes:
+        tokens: T.
+        streams: S.
+        width: D.
+        amplitude: size of the streams; around 1e-10, `rms_norm_eps` matters.
+        alike: how much of a key is its stream: at 1 gates are open, at -1 shut, at 0 half open.
+        decode: whether the rows are decode rows.
+        seed: of all numbers.
+    """
+
+    tokens: int = 1
+    dtype: str = "float32"
+    streams: int = 1
+    width: int = 32
+    amplitude: float = 1.0
+    alike: float = 0.0
+    decode: bool = False
+    seed: int = 0
+
+    def build(self) -> InjectCase:
+        """The call."""
+        generator = torch.Generator().manual_seed(self.seed)
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        x = torch.randn(self.tokens, self.streams, self.width, generator=generator)
+        values = torch.randn(self.tokens, self.streams + 1, self.width, generator=generator)
+        values[:, :-1] = values[:, :-1] * (1 - abs(self.alike)) + x * self.alike
+        return InjectCase(
+            problem=_problem(dtype, self.decode, self.width, 0),
+            streams=(x * self.amplitude).to(dtype),
+            values=values.to(dtype),
+            weight=torch.rand(self.streams, self.width, generator=generator) * 2,
+        )
+
+
+def _problem(dtype: torch.dtype, decode: bool, width: int, rope_dim: int) -> EpilogueProblem:
+    phase = Phase.DECODE if decode else Phase.PREFILL
+    return EpilogueProblem(**facts(dtype, phase), widths=(width,), rope_dim=rope_dim, rms_norm_eps=1e-20)

@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from minideepinfer_attention.kernels.gluon_attend import BLOCK, attend
+from minideepinfer_attention.kernels.gluon_common import barrier
 from minideepinfer_attention.kernels.gluon_load import load_selected
 
 CONSUMER_REGISTERS = gl.constexpr(216)
@@ -67,13 +67,6 @@ def _vector(dtype: gl.constexpr, length: gl.constexpr):
 
 
 @gluon.jit
-def _barrier(count: gl.constexpr):
-    bar = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(bar, count=count)
-    return bar
-
-
-@gluon.jit
 def _allocate():
     tiles = Tiles(
         q=(_tile(256), _tile(256)),
@@ -85,12 +78,12 @@ def _allocate():
     )
     copied: gl.constexpr = PRODUCER_THREADS
     bars = Barriers(
-        full=(_barrier(copied), _barrier(copied + 1), _barrier(copied), _barrier(copied + 1)),
-        empty=(_barrier(1), _barrier(1), _barrier(1), _barrier(1)),
-        ready=(_barrier(1), _barrier(1)),
-        summed=(_barrier(1), _barrier(1)),
-        q_full=(_barrier(copied), _barrier(copied)),
-        q_empty=_barrier(2),
+        full=(barrier(copied), barrier(copied + 1), barrier(copied), barrier(copied + 1)),
+        empty=(barrier(1), barrier(1), barrier(1), barrier(1)),
+        ready=(barrier(1), barrier(1)),
+        summed=(barrier(1), barrier(1)),
+        q_full=(barrier(copied), barrier(copied)),
+        q_empty=barrier(2),
     )
     return tiles, bars
 

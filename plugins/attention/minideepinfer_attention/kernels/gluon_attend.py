@@ -15,14 +15,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-HEADS = gl.constexpr(64)
+from minideepinfer_attention.kernels.gluon_common import HEADS, LOG2_E, ROPE, fresh_zero, unrotated
+
 BLOCK = gl.constexpr(64)
 HALF = gl.constexpr(256)
 """Channels of one warpgroup."""
-ROPE = gl.constexpr(64)
 NO_MAXIMUM = gl.constexpr(-1e20)
 """Where a running maximum starts: finite, and above what a masked key scores."""
-LOG2_E = gl.constexpr(1.4426950408889634)
 
 SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 OUTPUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
@@ -31,15 +30,9 @@ OUTPUT_ROW = gl.constexpr(gl.SliceLayout(1, OUTPUT.value))
 
 
 @gluon.jit
-def _fresh_zero():
-    """Zero, unknown to the compiler: matrix descriptors that depend on it are not hoisted out of loops and spilled."""
-    return gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
 def _scores(tiles, bars, phase, q_phase, first, wg: gl.constexpr):
     """Start the scores `[H, 64]` of the own block, half of the channels after the other, as they arrive."""
-    zero = _fresh_zero()
+    zero = fresh_zero()
     s = gl.zeros([HEADS, BLOCK], gl.float32, SCORES)
     if first:
         mbarrier.wait(bars.q_full[0], q_phase)
@@ -76,7 +69,7 @@ def _add_own(o, m, total, s, bias, scale, tiles, bars, wg: gl.constexpr):
     alpha = gl.exp2(m - new_m)
     o = o * gl.convert_layout(alpha, OUTPUT_ROW)[:, None]
     weights = gl.convert_layout(weights, gl.DotOperandLayout(0, OUTPUT, 2))
-    o = warpgroup_mma(weights, tiles.kv[3 * wg].index(_fresh_zero()), o, is_async=True)
+    o = warpgroup_mma(weights, tiles.kv[3 * wg].index(fresh_zero()), o, is_async=True)
     total = total * alpha + gl.sum(p, 1)
     o = warpgroup_mma_wait(0, deps=[o])
     mbarrier.arrive(bars.empty[3 * wg])
@@ -86,7 +79,7 @@ def _add_own(o, m, total, s, bias, scale, tiles, bars, wg: gl.constexpr):
 @gluon.jit
 def _add_other(o, m, total, phase, tiles, bars, wg: gl.constexpr):
     """Start adding the other warpgroup's block."""
-    zero = _fresh_zero()
+    zero = fresh_zero()
     mbarrier.wait(bars.ready[1 - wg], phase)
     new_m = tiles.maximum[1 - wg].load(SCORES_ROW)
     alpha = gl.exp2(m - new_m)
@@ -146,16 +139,13 @@ def _halves(o):
 
 @gluon.jit
 def _store_unrotated(o, out, cos, sin):
-    """Rotate the last channels back in float32; one rounding before, one after."""
+    """Store the right half, the last channels rotated back."""
     plain, rest = _halves(o)
     inner, turned = _halves(rest)
-    a, b = turned.to(gl.float32).reshape([HEADS, ROPE // 2, 2]).split()
-    angle = gl.arange(0, ROPE // 2, gl.SliceLayout(0, a.type.layout))
-    c, s = gl.load(cos + angle)[None, :], gl.load(sin + angle)[None, :]
+    turned = unrotated(turned, cos, sin)
     _store(plain, out, 1, 0, 128)
     _store(inner, out, 1, 128, 64)
-    turned = gl.join(a * c + b * s, b * c - a * s).reshape([HEADS, ROPE])
-    _store(turned.to(gl.bfloat16), out, 1, 192, 64)
+    _store(turned, out, 1, 192, 64)
 
 
 @gluon.jit

@@ -8,7 +8,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, mbarrier
 
-from minideepinfer_attention.kernels.gluon_attend import BLOCK, HALF, HEADS
+from minideepinfer_attention.kernels.gluon_attend import BLOCK, HALF
+from minideepinfer_attention.kernels.gluon_common import HEADS
 
 # Triton renamed it after 3.6.
 async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared

@@ -32,6 +32,33 @@ def _row_numbers(window_rows, pool_rows, num_window, num_pool, window_tiles, til
     return tl.load(tl.where(in_window, window_rows, pool_rows) + slot, mask=inside, other=-1)
 
 
+@triton.jit
+def _heads(
+    q_ptr,
+    token,
+    head_tile,
+    num_heads,
+    product: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """A tile of one token's heads: their numbers, where they lie, which of that exists, and q as an operand."""
+    head, channel = head_tile * BLOCK_H + tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
+    inside = (head < num_heads)[:, None] & (channel < DIM)[None, :]
+    place = (token * num_heads + head)[:, None] * DIM + channel[None, :]
+    return head, place, inside, tl.load(q_ptr + place, mask=inside, other=0.0).to(product)
+
+
+@triton.jit
+def _keys(window, pool, rows, in_window, product: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """A tile of keys as an operand, zero where the row number is -1."""
+    channel = tl.arange(0, BLOCK_D)
+    key_ptr = tl.where(in_window, window, pool) + rows.to(tl.int64) * DIM
+    mask = (rows >= 0)[:, None] & (channel < DIM)[None, :]
+    return tl.load(key_ptr[:, None] + channel[None, :], mask=mask, other=0.0).to(product)
+
+
 @triton.jit(do_not_specialize=COUNTS)
 def sparse_kernel(
     q_ptr,
@@ -58,12 +85,9 @@ def sparse_kernel(
     BLOCK_K: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    head, channel = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
-    inside = (head < num_heads)[:, None] & (channel < DIM)[None, :]
-    place = (token * num_heads + head)[:, None] * DIM + channel[None, :]
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     product: tl.constexpr = tl.float32 if INTERPRETED else dtype
-    q = tl.load(q_ptr + place, mask=inside, other=0.0).to(product)
+    head, place, inside, q = _heads(q_ptr, token, tl.program_id(1), num_heads, product, DIM, BLOCK_H, BLOCK_D)
     window_rows += token * num_window
     pool_rows += token * num_pool
 
@@ -73,9 +97,7 @@ def sparse_kernel(
     ahead = _row_numbers(window_rows, pool_rows, num_window, num_pool, window_tiles, 0, BLOCK_K)
     for tile in range(num_tiles):
         rows = ahead
-        key_ptr = tl.where(tile < window_tiles, window, pool) + rows.to(tl.int64) * DIM
-        mask = (rows >= 0)[:, None] & (channel < DIM)[None, :]
-        keys = tl.load(key_ptr[:, None] + channel[None, :], mask=mask, other=0.0).to(product)
+        keys = _keys(window, pool, rows, tile < window_tiles, product, DIM, BLOCK_D)
         ahead = _row_numbers(window_rows, pool_rows, num_window, num_pool, window_tiles, tile + 1, BLOCK_K)
         logits = tl.dot(q, keys.T, input_precision="ieee") * scale
         probabilities = tl.full([BLOCK_H, BLOCK_K], 0.0, dtype)
@@ -124,23 +146,17 @@ def again_kernel(
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     product: tl.constexpr = tl.float32 if INTERPRETED else dtype
     head_tiles = (num_heads + BLOCK_H - 1) // BLOCK_H
-    channel = tl.arange(0, BLOCK_D)
     for work in range(tl.program_id(0), num_tokens * head_tiles, tl.num_programs(0)):
         if tl.load(lost_ptr + work) != 0:
             token = (work // head_tiles).to(tl.int64)
-            head = work % head_tiles * BLOCK_H + tl.arange(0, BLOCK_H)
-            inside = (head < num_heads)[:, None] & (channel < DIM)[None, :]
-            place = (token * num_heads + head)[:, None] * DIM + channel[None, :]
-            q = tl.load(q_ptr + place, mask=inside, other=0.0).to(product)
+            head, place, inside, q = _heads(q_ptr, token, work % head_tiles, num_heads, product, DIM, BLOCK_H, BLOCK_D)
             its_window, its_pool = window_rows + token * num_window, pool_rows + token * num_pool
             peak = tl.full([BLOCK_H], NO_KEY, tl.float32)
             total = tl.full([BLOCK_H], 0.0, tl.float32)
             acc = tl.full([BLOCK_H, BLOCK_D], 0.0, tl.float32)
             for tile in range(num_tiles):
                 rows = _row_numbers(its_window, its_pool, num_window, num_pool, window_tiles, tile, BLOCK_K)
-                key_ptr = tl.where(tile < window_tiles, window, pool) + rows.to(tl.int64) * DIM
-                mask = (rows >= 0)[:, None] & (channel < DIM)[None, :]
-                keys = tl.load(key_ptr[:, None] + channel[None, :], mask=mask, other=0.0).to(product)
+                keys = _keys(window, pool, rows, tile < window_tiles, product, DIM, BLOCK_D)
                 peak, total, acc = online_step(q, keys, rows >= 0, scale, peak, total, acc, num_heads, dtype)
             sink = tl.load(sink_ptr + head, mask=head < num_heads, other=0.0) * LOG2E
             heads = finish_row(acc, total, peak, sink, cos_ptr, sin_ptr, token, rope_dim, dtype, DIM)

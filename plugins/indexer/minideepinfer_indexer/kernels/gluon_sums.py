@@ -1,5 +1,7 @@
 """The warpgroups of `scoring_gluon` that multiply, sum heads and store; its docstring has tiling, memory and times."""
 
+# ruff: noqa: RUF005 (Triton knows no starred tuples)
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
@@ -43,11 +45,12 @@ def consume(
     OWN: gl.constexpr = 4 if PART > 4 else 2  # consecutive entries of a thread
     summed: gl.constexpr = gl.BlockedLayout([OWN, 1, 4], [ENTRIES // OWN, OWN // 2, 1], [1, 4, 1], [2, 0, 1])
     slot = gl.arange(0, PART, layout=gl.SliceLayout(0, gl.SliceLayout(2, summed)))
-    length0 = gl.load(lengths + row0 + slot, mask=slot < num_rows, other=0)
-    weight0 = _weights(head_weights, num_heads, row0, num_rows, 0, PART, HEADS, product)
-    if PARTS == 2:
-        length1 = gl.load(lengths + row0 + PART + slot, mask=PART + slot < num_rows, other=0)
-        weight1 = _weights(head_weights, num_heads, row0, num_rows, PART, PART, HEADS, product)
+    its_lengths = ()
+    weights = ()
+    for part in gl.static_range(PARTS):
+        here = part * PART + slot
+        its_lengths = its_lengths + (gl.load(lengths + row0 + here, mask=here < num_rows, other=0),)
+        weights = weights + (_weights(head_weights, num_heads, row0, num_rows, part * PART, PART, HEADS, product),)
     mbarrier.wait(turn.index(2), 0)
 
     stage = number
@@ -60,40 +63,23 @@ def consume(
             key_scale = gl.load(key_scales + gl.load(table + begin // ENTRIES) * ENTRIES + place)
         mbarrier.wait(full.index(stage), phase)
         mbarrier.wait(turn.index(number), mine)
-        products0 = _multiply(key_smem, q_smem, stage, 0, key_layout, product, ENTRIES, PART * HEADS)
-        if PARTS == 2:
-            products1 = _multiply(key_smem, q_smem, stage, PART * HEADS, key_layout, product, ENTRIES, PART * HEADS)
+        started = ()
+        for part in gl.static_range(PARTS):
+            started = started + (
+                _multiply(key_smem, q_smem, stage, part * PART * HEADS, key_layout, product, ENTRIES, PART * HEADS),
+            )
         mbarrier.arrive(turn.index(1 - number))
-        products0 = warpgroup_mma_wait(PARTS - 1, deps=[products0])
-        if PARTS == 1:
-            mbarrier.arrive(empty.index(stage))
-        _finish(
-            products0,
-            weight0,
-            key_scale,
-            begin,
-            length0,
-            0,
-            rows,
-            outputs,
-            summed,
-            PART,
-            HEADS,
-            BLOCK,
-            TOP,
-            WITH_TOPS,
-            SCALED,
-        )
-        if PARTS == 2:
-            products1 = warpgroup_mma_wait(0, deps=[products1])
-            mbarrier.arrive(empty.index(stage))
+        for part in gl.static_range(PARTS):
+            products = warpgroup_mma_wait(PARTS - 1 - part, deps=[started[part]])
+            if part == PARTS - 1:
+                mbarrier.arrive(empty.index(stage))
             _finish(
-                products1,
-                weight1,
+                products,
+                weights[part],
                 key_scale,
                 begin,
-                length1,
-                PART,
+                its_lengths[part],
+                part * PART,
                 rows,
                 outputs,
                 summed,

@@ -13,8 +13,9 @@ both products): 0.42 ms for 58 experts and 64 tokens, floor 0.26; 0.094 for 10 a
 import triton
 import triton.language as tl
 from minideepinfer.triton_casts import INTERPRETED, narrow, rounded, widen
+from minideepinfer.triton_formats import qdq_fp8
 
-from minideepinfer_moe.kernels.arithmetic import clamped_swiglu, qdq_fp8
+from minideepinfer_moe.kernels.arithmetic import clamped_swiglu
 
 # Four bytes ($4) -> bfloat16 of their low nibbles ($0, $1) and of their high ones ($2, $3), times the scales ($5, $6).
 # E2M1's sign goes to bit 15 and exponent and mantissa to bits 8..6, which is the value times 2^-126.
@@ -94,68 +95,51 @@ def _multiply(
     return total
 
 
-@triton.jit(do_not_specialize=["hidden_units", "inner_units"])
-def gate_up_kernel(
-    x_ptr, w13_ptr, scale_ptr, tokens_ptr, weights_ptr, tiles_ptr, r_ptr, hidden_units, inner_units, limit,
-    HIDDEN_UNIT: tl.constexpr, INNER_UNIT: tl.constexpr, QUANTIZE: tl.constexpr, WIDE: tl.constexpr,
+@triton.jit(do_not_specialize=["column_units", "output_units"])
+def experts_kernel(
+    x_ptr, packed_ptr, scale_ptr, tokens_ptr, weights_ptr, tiles_ptr, out_ptr, column_units, output_units, limit,
+    COLUMN_UNIT: tl.constexpr, OUTPUT_UNIT: tl.constexpr, UP: tl.constexpr, QUANTIZE: tl.constexpr, WIDE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """`r = silu(min(w1 x, limit)) * clamp(w3 x) * weight` for one tile; dims are units * UNIT * 32."""
-    groups, inner = hidden_units * HIDDEN_UNIT, inner_units * INNER_UNIT * 32
-    blocks = (inner + BLOCK_N - 1) // BLOCK_N
+    """One tile of `[*, columns]` rows to `[R, outputs]`; dims are units * UNIT * 32.
+
+    UP: rows are named by `tokens`, the matrix is w1 above w3, outputs are `silu(min(w1 x, limit)) * clamp(w3 x) *
+    weight`, which go through QDQ-FP8 if QUANTIZE. Else rows are sorted already, and outputs are the products.
+    """
+    groups, outputs = column_units * COLUMN_UNIT, output_units * OUTPUT_UNIT * 32
+    blocks = (outputs + BLOCK_N - 1) // BLOCK_N
     tile, first_output = tiles_ptr + tl.program_id(0) // blocks * 3, tl.program_id(0) % blocks * BLOCK_N
     num_rows = tl.load(tile + 2)
     if num_rows > 0:
-        expert, first = tl.load(tile).to(tl.int64), tl.load(tile + 1)
-        rows = tl.arange(0, BLOCK_M)
-        real = rows < num_rows
-        tokens = tl.load(tokens_ptr + first + rows, mask=real, other=0).to(tl.int64)
-        x_rows = x_ptr + tokens[None, :] * (groups * 32)
-        # Eight rows of w1 and eight of w3 alternate, so that gate and up of an output end up in one thread.
-        lanes = tl.arange(0, 2 * BLOCK_N)
-        matrix_rows = first_output + lanes // 16 * 8 + lanes % 8
-        inside = matrix_rows < inner
-        matrix_rows += lanes // 8 % 2 * inner
-        w13_ptr += expert * inner * (groups * 32)
-        scale_ptr += expert * inner * (groups * 2)
-        products = tl.full((2 * BLOCK_N, BLOCK_M), 0.0, tl.float32)
-        products = _multiply(
-            products, x_rows, real, w13_ptr, scale_ptr, matrix_rows, inside, groups, WIDE, 2 * BLOCK_N, BLOCK_K
-        )
-        dtype: tl.constexpr = x_ptr.dtype.element_ty
-        products = tl.reshape(rounded(products, dtype), (BLOCK_N // 8, 2, 8, BLOCK_M))
-        gate, up = tl.split(tl.permute(products, (0, 2, 3, 1)))
-        weight = tl.load(weights_ptr + first + rows, mask=real, other=0.0)
-        r = tl.reshape(clamped_swiglu(gate, up, limit), (BLOCK_N, BLOCK_M)) * weight[None, :]
-        if QUANTIZE:
-            grouped = tl.reshape(rounded(r, dtype), (BLOCK_N // 32, 32, BLOCK_M))
-            r = tl.reshape(qdq_fp8(grouped, 1), (BLOCK_N, BLOCK_M))
-        outputs = first_output + tl.arange(0, BLOCK_N)
-        place = r_ptr + (first + rows).to(tl.int64)[None, :] * inner + outputs[:, None]
-        tl.store(place, narrow(r, dtype), mask=real[None, :] & (outputs < inner)[:, None])
-
-
-@triton.jit(do_not_specialize=["hidden_units", "inner_units"])
-def down_kernel(
-    r_ptr, w2_ptr, scale_ptr, tiles_ptr, y_ptr, hidden_units, inner_units,
-    HIDDEN_UNIT: tl.constexpr, INNER_UNIT: tl.constexpr, WIDE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """`y = w2 r` for one tile; dims are units * UNIT * 32."""
-    groups, hidden = inner_units * INNER_UNIT, hidden_units * HIDDEN_UNIT * 32
-    blocks = (hidden + BLOCK_N - 1) // BLOCK_N
-    tile, first_output = tiles_ptr + tl.program_id(0) // blocks * 3, tl.program_id(0) % blocks * BLOCK_N
-    num_rows = tl.load(tile + 2)
-    if num_rows > 0:
+        matrices: tl.constexpr = 2 if UP else 1
         expert, first = tl.load(tile).to(tl.int64), tl.load(tile + 1)
         rows = tl.arange(0, BLOCK_M)
         real, numbers = rows < num_rows, (first + rows).to(tl.int64)
-        outputs = first_output + tl.arange(0, BLOCK_N)
-        inside = outputs < hidden
-        r_rows = r_ptr + numbers[None, :] * (groups * 32)
-        w2_ptr += expert * hidden * (groups * 16)
-        scale_ptr += expert * hidden * groups
-        y = tl.full((BLOCK_N, BLOCK_M), 0.0, tl.float32)
-        y = _multiply(y, r_rows, real, w2_ptr, scale_ptr, outputs, inside, groups, WIDE, BLOCK_N, BLOCK_K)
-        place = y_ptr + numbers[None, :] * hidden + outputs[:, None]
-        tl.store(place, narrow(y, y_ptr.dtype.element_ty), mask=real[None, :] & inside[:, None])
+        sources = tl.load(tokens_ptr + numbers, mask=real, other=0).to(tl.int64) if UP else numbers
+        # Eight rows of w1 and eight of w3 alternate, so that gate and up of an output end up in one thread.
+        lanes = tl.arange(0, matrices * BLOCK_N)
+        matrix_rows = first_output + (lanes // 16 * 8 + lanes % 8 if UP else lanes)
+        inside = matrix_rows < outputs
+        if UP:
+            matrix_rows += lanes // 8 % 2 * outputs
+        packed_ptr += expert * outputs * (groups * 16 * matrices)
+        scale_ptr += expert * outputs * (groups * matrices)
+        products = tl.full((matrices * BLOCK_N, BLOCK_M), 0.0, tl.float32)
+        products = _multiply(
+            products, x_ptr + sources[None, :] * (groups * 32), real, packed_ptr, scale_ptr, matrix_rows, inside,
+            groups, WIDE, matrices * BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+        dtype: tl.constexpr = out_ptr.dtype.element_ty
+        if UP:
+            pairs = tl.reshape(rounded(products, dtype), (BLOCK_N // 8, 2, 8, BLOCK_M))
+            gate, up = tl.split(tl.permute(pairs, (0, 2, 3, 1)))
+            weight = tl.load(weights_ptr + numbers, mask=real, other=0.0)
+            y = tl.reshape(clamped_swiglu(gate, up, limit), (BLOCK_N, BLOCK_M)) * weight[None, :]
+            if QUANTIZE:
+                grouped = tl.reshape(rounded(y, dtype), (BLOCK_N // 32, 32, BLOCK_M))
+                y = tl.reshape(qdq_fp8(grouped, 1), (BLOCK_N, BLOCK_M))
+        else:
+            y = products
+        targets = first_output + tl.arange(0, BLOCK_N)
+        place = out_ptr + numbers[None, :] * outputs + targets[:, None]
+        tl.store(place, narrow(y, dtype), mask=real[None, :] & (targets < outputs)[:, None])

@@ -36,14 +36,6 @@ def opaque(x):
 
 
 @gluon.jit
-def _token_scales(c, row, rows, present):
-    rows += row
-    if c.UP:
-        rows = gl.load(c.tokens + rows, mask=present, other=0)
-    return gl.load(c.x_scales + rows, mask=present, other=0.0)
-
-
-@gluon.jit
 def _store_chunk(c, sums, row, end, block):
     """Sums `[128, tokens]` of one block of outputs, for sorted rows from `row` on; from `end` on there are none."""
     if row < end:
@@ -62,7 +54,7 @@ def _store_chunk(c, sums, row, end, block):
         present = rows < end - row
         if c.UP:
             if c.FP8:
-                x_scales = gl.expand_dims(_token_scales(c, row, rows, present), 0)
+                x_scales = gl.expand_dims(gl.load(c.x_scales + row + rows, mask=present, other=0.0), 0)
                 scales = c.w_scales + opaque(block) * 128 + columns * 2
                 gate = gate * (x_scales * gl.expand_dims(gl.load(scales), 1))
                 up = up * (x_scales * gl.expand_dims(gl.load(scales + 1), 1))
@@ -74,7 +66,7 @@ def _store_chunk(c, sums, row, end, block):
         else:
             y = gl.convert_layout(gl.reshape(gl.permute(pairs, [0, 2, 1, 3]), [128, n]), layout, assert_trivial=True)
             if c.FP8:
-                x_scales = gl.expand_dims(_token_scales(c, row, rows, present), 0)
+                x_scales = gl.expand_dims(gl.load(c.x_scales + row + rows, mask=present, other=0.0), 0)
                 y = y * (x_scales * gl.expand_dims(gl.load(c.w_scales + opaque(block) * 128 + columns), 1))
         columns += opaque(block) % c.blocks * outputs
         place = gl.expand_dims(rows * c.OUT_WIDTH, 0) + gl.expand_dims(columns, 1)

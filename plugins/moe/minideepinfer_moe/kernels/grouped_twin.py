@@ -44,7 +44,7 @@ def _decode_e4m3(codes):
 
 @triton.jit(do_not_specialize=["steps", "blocks", "width", "out_width"])
 def grouped_twin(
-    x_ptr, tokens_ptr, words_ptr, exponents_ptr, out_ptr, row_weights_ptr, x_scales_ptr, w_scales_ptr, tiles_ptr,
+    x_ptr, words_ptr, exponents_ptr, out_ptr, row_weights_ptr, x_scales_ptr, w_scales_ptr, tiles_ptr,
     limit, steps, blocks, width, out_width, ROWS: tl.constexpr, UP: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
     """See `grouped_kernel`; x is uint8 if FP8."""
@@ -56,17 +56,14 @@ def grouped_twin(
         i = tl.arange(0, ROWS)
         present = i < num_rows
         rows = tl.load(tile + 1) + tl.minimum(i, num_rows - 1)
-        numbers = rows
-        if UP:
-            numbers = tl.load(tokens_ptr + rows)
-        source = x_ptr + numbers.to(tl.int64)[None, :] * width + tl.arange(0, columns)[:, None]
+        source = x_ptr + rows.to(tl.int64)[None, :] * width + tl.arange(0, columns)[:, None]
         sums = tl.zeros((128, ROWS), tl.float32)
         for k in range(steps):
             weights = _decode(words_ptr, exponents_ptr, (block * steps + k).to(tl.int64), FP8)
             x = tl.load(source + k * columns)
             sums = tl.dot(weights, _decode_e4m3(x) if FP8 else widen(x), sums, input_precision="ieee")
         if FP8:
-            sums *= tl.load(w_scales_ptr + block * 128 + tl.arange(0, 128))[:, None] * tl.load(x_scales_ptr + numbers)
+            sums *= tl.load(w_scales_ptr + block * 128 + tl.arange(0, 128))[:, None] * tl.load(x_scales_ptr + rows)
         if UP:
             gate, up = tl.split(tl.permute(tl.reshape(sums, (64, 2, ROWS)), (0, 2, 1)))
             dtype: tl.constexpr = out_ptr.dtype.element_ty

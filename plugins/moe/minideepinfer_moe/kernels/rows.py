@@ -11,8 +11,9 @@ the shared expert's rows (0.137), QDQ-FP8 0.085 (0.078).
 import triton
 import triton.language as tl
 from minideepinfer.triton_casts import narrow, rounded, widen
+from minideepinfer.triton_formats import qdq_fp8
 
-from minideepinfer_moe.kernels.arithmetic import clamped_swiglu, qdq_fp8
+from minideepinfer_moe.kernels.arithmetic import clamped_swiglu
 
 
 @triton.jit(do_not_specialize=["num_tokens", "topk", "hidden_groups"])

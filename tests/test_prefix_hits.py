@@ -1,0 +1,150 @@
+"""A prompt that begins like an earlier one: what is found, what is run again, and that nothing shared is written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from engine_fixtures import PAGE_TOKENS, poison, runner_of, text_tokens
+from minideepinfer.errors import RequestError
+from minideepinfer.runtime.engine import Engine
+from minideepinfer.runtime.replay import replay_start, tail_rows
+from minideepinfer.runtime.request import LogitsKind
+from torch import Tensor
+
+PREFIX = (("prefix", True),)
+LENGTH = 300
+
+
+def engine(name: str = "tiny-a", *, prefix: bool = True, chunk: int = 4096, **settings: Any) -> Engine:
+    """An engine of its own over a runner that is loaded once; whatever was in its caches is NaN."""
+    runner = runner_of(name, cache=PREFIX if prefix else (), max_tokens_per_step=chunk, **settings)
+    poison(runner)
+    return Engine(runner)
+
+
+def run(engine: Engine, ids: tuple[int, ...], prompt: int, logits: LogitsKind = "last") -> Tensor:
+    """Logits of the last prompt row and of all teacher-forced rows behind it."""
+    request = engine.make_request(ids, len(ids), prompt, logits)
+    rows = torch.cat(engine.score([request])[request.request_id])
+    return rows[-(len(ids) - prompt) - 1 :] if logits != "last" else rows
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    return float((a - b).norm(dim=-1).max() / b.norm(dim=-1).max())
+
+
+@pytest.mark.parametrize("chunk", [4096, 37])
+@pytest.mark.parametrize("replay", ["full", "halo"])
+@pytest.mark.parametrize(("name", "shared"), [("tiny-a", 290), ("tiny-a", 209), ("tiny-b", 260)])
+def test_a_hit_equals_a_cold_run(name: str, shared: int, replay: str, chunk: int) -> None:
+    decode = 40
+    first, ids = text_tokens(name, 1, LENGTH), text_tokens(name, 2, LENGTH + decode)
+    ids = first[:shared] + ids[shared:]
+    cold = run(engine(name, prefix=False, replay=replay), ids, LENGTH, "kept")
+    warm = engine(name, replay=replay, chunk=chunk)
+    run(warm, first, LENGTH)
+    hit = run(warm, ids, LENGTH, "kept")
+    assert warm.prefixes is not None
+    assert warm.prefixes.statistics.hit_tokens == shared // PAGE_TOKENS[name] * PAGE_TOKENS[name]
+    assert distance(hit, cold) < 1e-5
+
+
+def test_bounded_replay_runs_one_window_again_and_is_close(capsys: pytest.CaptureFixture[str]) -> None:
+    first, ids = text_tokens("tiny-a", 1, LENGTH), text_tokens("tiny-a", 2, LENGTH)
+    ids = first[:200] + ids[200:]
+    cold = run(engine(prefix=False, replay="bounded"), ids, LENGTH)
+    warm = engine(replay="bounded")
+    run(warm, first, LENGTH)
+    gap = distance(run(warm, ids, LENGTH), cold)
+    assert warm.throughput.prefill_tokens == LENGTH + 100 + 16, "what is new, and a window of 16"
+    assert 1e-7 < gap < 1, "an approximation by design"
+    with capsys.disabled():
+        print(f"bounded replay behind a hit: logits of random weights differ by {gap:.1e} from a cold bounded run")
+
+
+@pytest.mark.parametrize("replay", ["full", "halo", "bounded"])
+def test_shared_entries_are_never_written_again(replay: str) -> None:
+    first, ids = text_tokens("tiny-a", 1, LENGTH), text_tokens("tiny-a", 2, LENGTH)
+    warm = engine(replay=replay)
+    run(warm, first, LENGTH)
+    cache, shared = warm.runner.cache, 208
+    pages = warm.prefixes.lookup(first, shared)  # type: ignore[union-attr]
+    pools = {**cache.main, **{-1 - key: pool for key, pool in cache.index_keys.items()}}
+    before = {key: pool[pages].clone() for key, pool in pools.items()}
+    run(warm, first[:shared] + ids[shared:], LENGTH)
+    assert warm.prefixes.statistics.hit_tokens == shared  # type: ignore[union-attr]
+    for key, pool in pools.items():
+        assert torch.equal(pool[pages], before[key]), key
+
+
+def test_rows_that_run_again_are_counted_by_the_formula() -> None:
+    config = runner_of("tiny-a").config.text_config
+    assert (config.sliding_window, config.num_hidden_layers, config.candidate_source_layer_id) == (16, 9, 5)
+    assert replay_start(config, "full", 200, 300) == 200 - 15 * 9
+    assert replay_start(config, "halo", 200, 300) == 200 - 15 * 5
+    tail = tail_rows(config, "halo")
+    assert tail == 46
+    assert replay_start(config, "halo", 290, 300) == 300 - 46 - 15 * 5, "the decoder's tail must be exact as well"
+    assert replay_start(config, "bounded", 200, 300) == 184
+    assert [replay_start(config, replay, 16, 300) for replay in ("full", "halo", "bounded")] == [0, 0, 0]
+
+
+def test_a_hit_that_saves_nothing_is_a_miss() -> None:
+    warm = engine(replay="full")
+    first = text_tokens("tiny-a", 1, 140)
+    run(warm, first, 140)
+    run(warm, (*first[:136], 5, 6, 7), 139)
+    assert warm.prefixes is not None
+    assert warm.prefixes.statistics.hits == 1 and warm.prefixes.statistics.hit_tokens == 136
+    run(warm, (*first[:128], 5, 6, 7), 131)
+    assert warm.prefixes.statistics.hits == 1, "135 rows would run again"
+
+
+def test_the_last_token_always_runs_and_all_logits_take_no_hit() -> None:
+    warm = engine(replay="bounded")
+    ids = text_tokens("tiny-a", 1, 64)
+    cold = run(warm, ids, 64)
+    again = run(warm, ids, 64)
+    assert warm.prefixes is not None
+    assert warm.prefixes.statistics.hit_tokens == 56
+    assert again.shape == cold.shape == (1, again.shape[1])
+    whole = run(warm, ids, 64, "all")
+    assert warm.prefixes.statistics.hit_tokens == 56
+    assert distance(whole, cold) < 1
+
+
+def test_pages_of_earlier_prompts_make_room() -> None:
+    warm = engine(replay="bounded")
+    pages = warm.scheduler.pages
+    for seed in range(1, 9):
+        run(warm, text_tokens("tiny-a", seed, LENGTH), LENGTH)
+        assert pages.num_free + len(warm.prefixes) == pages.num_pages  # type: ignore[arg-type]
+    assert warm.prefixes is not None
+    assert warm.prefixes.statistics.evicted_pages > 0
+    assert run(warm, text_tokens("tiny-a", 8, LENGTH), LENGTH).isfinite().all()
+    assert warm.prefixes.statistics.hits == 1, "the latest is still there"
+
+
+def test_what_a_failed_step_wrote_is_never_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    warm = engine(replay="bounded", chunk=64)
+    ids = text_tokens("tiny-a", 1, LENGTH)
+    steps = iter([True, False])
+
+    def fails(*given: Any, **named: Any) -> Any:
+        if next(steps):
+            return execute(*given, **named)
+        execute(*given, **named)
+        raise RequestError("made up")
+
+    execute = warm.runner.execute
+    monkeypatch.setattr(warm.runner, "execute", fails)
+    with pytest.raises(RequestError, match="made up"):
+        run(warm, ids, LENGTH)
+    assert warm.prefixes is not None
+    assert len(warm.prefixes) == 64 // PAGE_TOKENS["tiny-a"], "the first step's pages"
+    monkeypatch.setattr(warm.runner, "execute", execute)
+    hit = run(warm, ids, LENGTH)
+    assert warm.prefixes.statistics.hit_tokens == 64
+    assert hit.isfinite().all()

@@ -33,9 +33,10 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Travelling(Generic[T]):
-    """A `Pending`: sends and receives under way, and what is made of what arrives."""
+    """A `Pending`: sends and receives under way, whose tensors must live until then; what is made of what arrives."""
 
     group: Group
+    transfers: Sequence[dist.P2POp]
     works: Sequence[dist.Work]
     finish: Callable[[], T]
 
@@ -48,7 +49,7 @@ class Travelling(Generic[T]):
 
     def then(self, make: Callable[[T], S]) -> Travelling[S]:
         """The same journey, of whose end something else is made."""
-        return Travelling(self.group, self.works, lambda: make(self.finish()))
+        return Travelling(self.group, self.transfers, self.works, lambda: make(self.finish()))
 
 
 class Group:
@@ -88,7 +89,7 @@ class Group:
                     self.sent_bytes += sends[peer].nbytes
                 if receives[peer].numel():
                     transfers.append(dist.P2POp(dist.irecv, receives[peer], peer))
-        return Travelling(self, dist.batch_isend_irecv(transfers) if transfers else (), finish)
+        return Travelling(self, transfers, dist.batch_isend_irecv(transfers) if transfers else (), finish)
 
     def exchange_numbers(self, numbers: Tensor) -> tuple[list[int], list[int]]:
         """Give every rank a number, 8 bytes; the host waits, once.

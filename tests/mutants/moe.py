@@ -49,23 +49,23 @@ NAIVE = (
         "decode(packed, scale[..., torch.arange(2 * scale.shape[-1]).clamp(max=scale.shape[-1] - 1)], dtype, 16)",
     ),
     _decoding("scale-of-the-next-block", "matches-reference", "decode(packed, scale.roll(1, -1), dtype)"),
-    mutant("bias-in-the-weights", "routing", "scores.gather(-1, ids)", "(scores + weights.gate_bias).gather(-1, ids)"),
+    mutant("bias-in-the-weights", "routing", "scores.gather(-1, ids)", "(scores + bias).gather(-1, ids)"),
     mutant("weights-not-normalised", "routing", "chosen / (chosen.sum(-1, keepdim=True) + 1e-20)", "chosen"),
-    mutant("weights-not-scaled", "routing", " * self._problem.routed_scaling", ""),
+    mutant("weights-not-scaled", "routing", " * scaling", ""),
     mutant("ids-not-ascending", "routing", ".sort(dim=-1).values", ""),
     mutant(
         "higher-expert-first-among-equals",
         "routing",
-        "(scores + weights.gate_bias).sort(dim=-1, descending=True, stable=True).indices",
-        "(scores + weights.gate_bias).flip(-1).sort(dim=-1, descending=True, stable=True).indices.neg()"
+        "(scores + bias).sort(dim=-1, descending=True, stable=True).indices",
+        "(scores + bias).flip(-1).sort(dim=-1, descending=True, stable=True).indices.neg()"
         " + scores.shape[1] - 1",
     ),
-    mutant("bias-forgotten", "routing", "(scores + weights.gate_bias)", "scores"),
+    mutant("bias-forgotten", "routing", "(scores + bias)", "scores"),
     mutant(
         "gate-in-bfloat16",
         "routing",
-        "F.linear(x.float(), weights.gate.float())",
-        "F.linear(x.bfloat16(), weights.gate).float()",
+        "F.linear(x.float(), gate.float())",
+        "F.linear(x.bfloat16(), gate).float()",
     ),
     mutant(
         "given-routing-ignored",

@@ -2,13 +2,14 @@
 
 Tiling: a program computes `weights @ rows^T`, 128 outputs (gate and up rows in turn: 64 of each) times one tile of an
 expert's sorted rows, and goes on to the next tile (persistent; an expert's blocks of outputs follow one another, so its
-rows stay in L2 and its weights are read once). Two warpgroups take 64 outputs each. Rows are the right operand, so a
-tile's width is `wgmma`'s N: 16 to 320 rows by what the expert has, as one or two accumulators.
-Memory: a ring of `STAGES` holds 128 bytes of every row and the packed weights of these columns, copied by TMA in boxes
-of `BOX` rows (boxes that hold no row are left out). Weights go from there to registers, are decoded in halves of a
-stage (`grouped_decode`) and multiplied from registers, while the product of the other half is in flight: one is always
-queued. Sums stay in registers. The ring is filled with the next tile's first stages before the sums are written,
-straight from registers.
+rows stay in L2 and its weights are read once). Rows are the right operand, so a tile's width is `wgmma`'s N: 16 to 320
+rows by what the expert has, as one or two accumulators.
+Warps: one copies, eight multiply (two warpgroups, 64 outputs each). The eight are the default partition, whose
+registers ptxas counts right.
+Memory: a ring of `STAGES` holds 128 bytes of every row and the packed weights of these columns, copied by TMA, rows in
+boxes of `BOX`. Weights go from there to registers, are decoded in halves of a stage (`grouped_decode`) and multiplied
+from registers, while the product of the other half is in flight: one is always queued. Sums stay in registers and are
+written straight from there, while the ring fills with the next tile.
 Floor: arithmetic, or the weights' bytes for few rows. Measured: see `minideepinfer_moe.grouped`.
 """
 

@@ -39,10 +39,10 @@ class Shape:
 
 
 SHAPES = (
-    Shape(average=11, tile_rows=16, box=16, tiles=0b10000000000, programs=3, registers=56, stages=(10, 6)),
-    Shape(average=44, tile_rows=64, box=32, tiles=0b11100000000, programs=2, registers=80, stages=(8, 6)),
-    Shape(average=144, tile_rows=96, box=32, tiles=0b101000000, programs=2, registers=80, stages=(6, 5)),
-    Shape(average=float("inf"), tile_rows=320, box=64, tiles=0b11111, programs=1, registers=168, stages=(5, 4)),
+    Shape(average=11, tile_rows=16, box=16, tiles=0b100000000, programs=3, registers=56, stages=(10, 6)),
+    Shape(average=44, tile_rows=64, box=32, tiles=0b111000000, programs=2, registers=80, stages=(8, 6)),
+    Shape(average=144, tile_rows=96, box=32, tiles=0b001100000, programs=2, registers=80, stages=(6, 5)),
+    Shape(average=float("inf"), tile_rows=320, box=64, tiles=0b000011111, programs=1, registers=168, stages=(5, 4)),
 )
 
 

@@ -27,10 +27,7 @@ from triton.language.core import _aggregate as aggregate
 from minideepinfer_moe.kernels.grouped_decode import decode, load_words
 from minideepinfer_moe.kernels.grouped_store import store
 
-_SIZES = (
-    *((256, 64), (256, 32), (256, 16), (256, 0), (128, 64), (128, 0)),
-    *((64, 32), (64, 16), (64, 0), (32, 0), (16, 0)),
-)
+SIZES = ((256, 64), (256, 32), (256, 16), (256, 0), (128, 64), (64, 32), (64, 0), (32, 0), (16, 0))
 """Tiles there are: rows in the first and in the second accumulator. `TILES` has a bit for each that is compiled."""
 _load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # before Triton 3.9
 _OLD_REINTERPRET = gl.constexpr(not hasattr(gl.shared_memory_descriptor, "reinterpret"))  # before Triton 3.9
@@ -38,7 +35,7 @@ _OLD_REINTERPRET = gl.constexpr(not hasattr(gl.shared_memory_descriptor, "reinte
 
 @gluon.constexpr_function
 def _size(i):
-    return _SIZES[i]
+    return SIZES[i]
 
 
 @gluon.constexpr_function
@@ -50,7 +47,7 @@ def _head(rows):
 @gluon.constexpr_function
 def _below(i, tiles):
     """Rows of the next smaller tile that is compiled."""
-    return max((sum(_SIZES[j]) for j in range(i + 1, len(_SIZES)) if tiles >> j & 1), default=0)
+    return max((sum(SIZES[j]) for j in range(i + 1, len(SIZES)) if tiles >> j & 1), default=0)
 
 
 @aggregate
@@ -240,7 +237,7 @@ def _consume(c, ring, start, total):
     slot, phase = gl.to_tensor(0), gl.to_tensor(0)
     for item in range(start, total, gl.num_programs(0)):
         first, num_rows, block = _locate(c, item)
-        for i in gl.static_range(11):
+        for i in gl.static_range(9):
             if c.TILES >> i & 1:  # noqa: SIM102  the outer one is decided when compiling
                 if (num_rows > _below(i, c.TILES)) & (num_rows <= _size(i)[0] + _size(i)[1]):
                     slot, phase = _tile(c, ring, slot, phase, first, num_rows, block, _size(i)[0], _size(i)[1])

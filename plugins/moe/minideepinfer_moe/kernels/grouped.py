@@ -34,6 +34,11 @@ _OLD_REINTERPRET = gl.constexpr(not hasattr(gl.shared_memory_descriptor, "reinte
 
 
 @gluon.constexpr_function
+def _num_sizes():
+    return len(SIZES)
+
+
+@gluon.constexpr_function
 def _size(i):
     return SIZES[i]
 
@@ -237,7 +242,7 @@ def _consume(c, ring, start, total):
     slot, phase = gl.to_tensor(0), gl.to_tensor(0)
     for item in range(start, total, gl.num_programs(0)):
         first, num_rows, block = _locate(c, item)
-        for i in gl.static_range(9):
+        for i in gl.static_range(_num_sizes()):
             if c.TILES >> i & 1:  # noqa: SIM102  the outer one is decided when compiling
                 if (num_rows > _below(i, c.TILES)) & (num_rows <= _size(i)[0] + _size(i)[1]):
                     slot, phase = _tile(c, ring, slot, phase, first, num_rows, block, _size(i)[0], _size(i)[1])

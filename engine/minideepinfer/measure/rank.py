@@ -219,10 +219,6 @@ class Rank:
             f"{self.shape.engram_fraction:.3g} of the rank's Engram rows"
         )
 
-    def close(self) -> None:
-        """Let the other ranks go."""
-        self.world.close()
-
     def synchronize(self) -> None:
         """Wait for the device."""
         if self.setup.device.type == "cuda":

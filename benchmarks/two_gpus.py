@@ -10,12 +10,15 @@ loses no other. `--device cpu` is a rehearsal on gloo, in small sizes.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import os
 import signal
 import subprocess
 import sys
+import time
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +28,7 @@ from minideepinfer.measure.facts import machine, software
 from minideepinfer.operators import MoeWeights, PackedExperts, SharedExpert
 from torch import Tensor
 from two_gpus_bench import RELEASED, TINY, Bench
-from two_gpus_model import OPERATORS, fixed_step, modules
+from two_gpus_model import OPERATORS, modules
 
 # Correct
 
@@ -70,7 +73,7 @@ def correct(bench: Bench) -> dict[str, Any]:
     errors: dict[str, Any] = {}
     shapes = {"ragged": (t, t // 2 + 1), "rank 0 empty": (0, t), "rank 1 empty": (t, 0), "empty": (0, 0)}
     for label, first in shapes.items():
-        counts = (*first, *[t // 3] * (bench.world - 2))
+        counts = (*first, *[t // 3] * bench.world)[: bench.world]
         for skewed in (False, True):
             x = torch.randn(counts[bench.rank], bench.sizes.hidden, device=bench.device).to(bench.dtype)
             ids, scores = alone.route(x, whole)
@@ -223,7 +226,7 @@ def _table(first: int, rows: int, width: int, device: torch.device) -> Tensor:
     return table
 
 
-PARTS = {"correct": correct, "engram": engram, "cost": cost, "modules": modules, "step": fixed_step}
+PARTS = {"correct": correct, "engram": engram, "cost": cost, "modules": modules}
 
 
 def topology() -> str:
@@ -241,15 +244,21 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--experts", type=int, default=RELEASED.experts, help="fewer for a rehearsal on a GPU")
     parser.add_argument("--seconds", type=int, default=150, help="after which the run is ended")
     arguments = parser.parse_args()
+    faulthandler.dump_traceback_later(max(1, arguments.seconds - 3))
     signal.alarm(arguments.seconds)
+    begin = time.monotonic()
     device = torch.device(arguments.device)
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    bench = Bench(device, RELEASED if device.type == "cuda" else TINY)
+    bench = Bench(device, replace(RELEASED, experts=arguments.experts) if device.type == "cuda" else TINY)
     bench.comm("collective")  # makes the process group
+    bench.everywhere(True)
+    if bench.rank == 0:
+        print(f"the ranks have met, {time.monotonic() - begin:.0f} s", flush=True)
     record: dict[str, Any] = {
         "machine": machine(device).model_dump(mode="json"),
         "software": software().model_dump(mode="json"),
@@ -267,10 +276,11 @@ def main() -> int:
             record[name], failed = {"error": traceback.format_exc()}, True
         if bench.rank == 0:
             arguments.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-            print(name, json.dumps(record[name], indent=1), flush=True)
+            print(f"{name}, {time.monotonic() - begin:.0f} s:", json.dumps(record[name], indent=1), flush=True)
         if failed:
-            break  # the other ranks may be elsewhere by now
-    return int(failed)
+            os._exit(1)  # the other ranks are elsewhere; torchrun ends them
+    dist.destroy_process_group()
+    return 0
 
 
 if __name__ == "__main__":

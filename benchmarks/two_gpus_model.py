@@ -1,9 +1,8 @@
-"""Parts of `two_gpus.py` that run a model: modules on several ranks against one, and the fixed benchmark's step."""
+"""The part of `two_gpus.py` that runs a model: its modules on several ranks against one."""
 
 from __future__ import annotations
 
 import json
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib import resources
@@ -12,11 +11,10 @@ from typing import Any
 import torch
 from minideepinfer.config import EngineConfig, ModelConfig
 from minideepinfer.measure.prefill import PrefillBench, PrefillProblem
-from minideepinfer.measure.steps import Profile, time_steps
 from minideepinfer.model.block import Block
 from minideepinfer.model.rows import Rows
 from minideepinfer.model.step import Step
-from minideepinfer.operators import MoeWeights, PackedExperts, Pending
+from minideepinfer.operators import PackedExperts
 from minideepinfer.runtime.capture import Capture
 from minideepinfer.runtime.scheduler import ScheduledRequest
 from torch import Tensor
@@ -25,27 +23,14 @@ from two_gpus_bench import Bench
 OPERATORS = ("collective", "all_to_all")
 
 
-class Folded:
-    """A comm operator whose tables hold a part of the real rows: row numbers are taken modulo what there is."""
-
-    def __init__(self, comm: Any) -> None:
-        self._comm = comm
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._comm, name)
-
-    def fetch_rows(self, tables: Sequence[Tensor], row_ids: Tensor, rows_per_rank: int) -> Pending[tuple[Tensor, ...]]:
-        """See `CommOperator`."""
-        return self._comm.fetch_rows(tables, row_ids % (rows_per_rank * self._comm.world_size), rows_per_rank)
-
-
-def seven_layers() -> ModelConfig:
+def seven_layers(experts: int) -> ModelConfig:
     """The released widths in 7 layers that have every role: window, KV and index sources, candidate source, Engram."""
     raw = json.loads((resources.files("minideepinfer") / "data" / "config.full.json").read_text(encoding="utf-8"))
     text = raw["text_config"]
     text.update(
         compress_ratios=[0, 0, 2, 2, 1, 1, 1, *text["compress_ratios"][text["num_hidden_layers"] :]],
         num_hidden_layers=7,
+        n_routed_experts=experts,
         kv_source_layer_ids=[2, 4],
         index_source_layer_ids=[2, 4, 5],
         candidate_source_layer_id=4,
@@ -58,7 +43,7 @@ def seven_layers() -> ModelConfig:
 
 def _model(bench: Bench) -> ModelConfig:
     if bench.cuda:
-        return seven_layers()
+        return seven_layers(bench.sizes.experts)
     return ModelConfig.from_file(resources.files("minideepinfer") / "data" / "tiny" / "config.json")  # type: ignore[arg-type]
 
 
@@ -78,11 +63,11 @@ def modules(bench: Bench) -> dict[str, Any]:
         engram_fraction=1 / 64 if bench.cuda else 1.0,
     )
     one = PrefillBench(_model(bench), EngineConfig(device=bench.device.type), problem)
-    alone = [replace(block, comm=Folded(bench.comm("single"))) for block in one.model.blocks]
+    alone = [replace(block, comm=bench.comm("single")) for block in one.model.blocks]
     found: dict[str, Any] = {}
     shared_out = [_shared_out(bench, one, block) for block in alone]
     for name in OPERATORS:
-        together = [replace(block, comm=Folded(bench.comm(name))) for block in shared_out]
+        together = [replace(block, comm=bench.comm(name)) for block in shared_out]
         for label, rows in _shapes(bench).items():
             found[f"{name}, {label}"] = _compared(bench, one, alone, together, rows[bench.rank % 2])
     worst = max(error for row in found.values() for error in row["experts"].values())
@@ -107,7 +92,7 @@ def _shared_out(bench: Bench, one: PrefillBench, block: Block) -> Block:
     held = replace(made, experts=PackedExperts(*(tensor[part].clone() for tensor in tensors), expert_start=part.start))
     weights, engram = block.weights, block.weights.engram
     if engram is not None:
-        per_rank = len(engram.table) // bench.world
+        per_rank = -(-len(engram.table) // bench.world)
         mine = slice(bench.rank * per_rank, (bench.rank + 1) * per_rank)
         engram = replace(engram, table=engram.table[mine], table_scale=engram.table_scale[mine], rows_per_rank=per_rank)
         weights = replace(weights, engram=engram)
@@ -176,45 +161,3 @@ def _difference(found: Tensor, expected: Tensor) -> float:
     if not expected.numel():
         return 0.0
     return float((found.float() - expected.float()).norm() / expected.float().norm())
-
-
-# The fixed benchmark
-
-
-def fixed_step(bench: Bench) -> dict[str, Any]:
-    """The fixed benchmark's step on every rank at once, and with the other ranks made up: what the network costs."""
-    problem = (
-        PrefillProblem(context=131072, new_tokens=4096, world_size=bench.world, engram_fraction=1 / 16, seed=bench.rank)
-        if bench.cuda
-        else PrefillProblem(context=192, new_tokens=64, world_size=bench.world, engram_fraction=1.0, seed=bench.rank)
-    )
-    one = PrefillBench(_model(bench), EngineConfig(device=bench.device.type), problem)
-    found: dict[str, Any] = {"layers": len(one.model.blocks), "new tokens a rank": problem.new_tokens}
-    made_up = (one.model.blocks, one.model.comm)
-    for name in ("made up", *OPERATORS):
-        if name == "made up":
-            one.model.blocks, one.model.comm = made_up
-        else:
-            comm = Folded(bench.comm(name, one.rank.clock))
-            one.model.blocks = tuple(replace(_own_experts(bench, block), comm=comm) for block in made_up[0])
-            one.model.comm = comm
-        profile = Profile(stages=True)
-        times = time_steps(one.rank, one.step, one.renew, steps=4, warmup=2, profile=profile)
-        found[name] = {
-            "ms": bench.worst(statistics.median(times.steps)),
-            "stages": times.stages,
-            "ms of hidden communication": times.kernels.hidden if times.kernels else None,
-        }
-    return found
-
-
-def _own_experts(bench: Bench, block: Block) -> Block:
-    """A block whose experts bear the numbers of this rank's."""
-    weights = {}
-    for phase, made in block.moe_weights.items():
-        if isinstance(made, MoeWeights):
-            experts = made.experts
-            weights[phase] = replace(made, experts=replace(experts, expert_start=bench.rank * experts.num_local))
-        else:
-            weights[phase] = replace(made, expert_start=bench.rank * made.num_local)
-    return replace(block, moe_weights=weights)

@@ -39,7 +39,7 @@ def make(recipe: CommRecipe, device: torch.device) -> CommCase:
 
 def bind(subject: Subject, operator: Any, case: CommCase) -> Call:
     """The rows."""
-    return lambda: operator.fetch_rows(case.table, case.row_ids)
+    return lambda: operator.fetch_rows([case.table], case.row_ids, len(case.table)).wait()[0]
 
 
 def outputs(case: CommCase, result: Tensor) -> Outputs:

@@ -15,7 +15,7 @@ from minideepinfer.operators import CommProblem, PlannedOperator, Problem, Regis
 from minideepinfer.operators.build import build
 from minideepinfer.operators.support import obstacles
 from minideepinfer.testing.contract import Crash, Outputs, Violation
-from minideepinfer.testing.families.moe_ranks import on_ranks, split
+from minideepinfer.testing.families.moe_ranks import all_experts_here, on_ranks, split
 from minideepinfer.testing.processes import started
 from minideepinfer.testing.recipes.batch import facts
 from minideepinfer.testing.recipes.comm import CommCase
@@ -162,25 +162,35 @@ def with_experts(subject: Subject) -> None:
 def with_comm(subject: Subject) -> None:
     """A moe operator gives the same on one rank and on several, with every comm operator that serves these."""
     for whole, counts in _wholes(subject.dtypes, (1, *SIZES)):
-        comms = [
-            comm
-            for comm in subject.registry.operators("comm")
-            if not obstacles(comm.declaration, on_device(comm_problem(whole, len(counts)), subject.device))
-        ]
-        if (
-            comms
-            and has_devices(subject, len(counts))
-            and subject.serves(on_ranks(whole, [[]] * len(counts))[0].problem)
-        ):
-            for comm in comms:
-                check_chain(subject, subject.registered, comm, whole, counts)
+        for comm in _comms(subject, whole, len(counts)):
+            check_chain(subject, subject.registered, comm, whole, counts)
+
+
+def experts_between_processes(subject: Subject, case: MoeCase) -> None:
+    """A call of one rank gives the same on 2 or 4 ranks, shared out unevenly; not asked of interpreted kernels."""
+    chance = random.Random(31 * case.units + case.x.shape[1] + case.problem.topk + case.weights.experts.num_local)
+    size = chance.choice(SIZES)
+    if subject.interpreted or case.weights.experts.num_local < size:
+        return
+    whole = all_experts_here(case, size)
+    of = [chance.randrange(size) for _ in range(case.units)]
+    for comm in _comms(subject, whole, size):
+        check_chain(subject, subject.registered, comm, whole, [of.count(rank) for rank in range(size)])
+
+
+def _comms(subject: Subject, whole: MoeCase, ranks: int) -> list[RegisteredOperator]:
+    """Comm operators that serve so many ranks here; none if the operator or the machine does not."""
+    if not has_devices(subject, ranks) or not subject.serves(on_ranks(whole, [[]] * ranks)[0].problem):
+        return []
+    problem = on_device(comm_problem(whole, ranks), subject.device)
+    return [comm for comm in subject.registry.operators("comm") if not obstacles(comm.declaration, problem)]
 
 
 def _wholes(dtypes: Sequence[str], sizes: Sequence[int]) -> Iterator[tuple[MoeCase, Sequence[int]]]:
     """Calls of one rank, and how many of their tokens each of several ranks has."""
     recipe = MoeRecipe(tokens=6, num_experts=8, num_local_experts=8, topk=3, hidden_size=128, intermediate_size=64)
     for dtype in dtypes:
-        for given in ("gate", "any", "one"):
+        for given in ("gate", "one"):
             whole = replace(recipe, dtype=dtype, routing=given).build()
             for size in sizes:
                 yield replace(whole, x=whole.x.nan_to_num(1.0)), (4, *[0] * (size - 2), 2) if size > 1 else (6,)

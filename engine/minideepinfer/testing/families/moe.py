@@ -13,6 +13,7 @@ from minideepinfer.operators import CommProblem, MoeProblem, Problem
 from minideepinfer.testing import strategies
 from minideepinfer.testing.bounds import moe_bound, route
 from minideepinfer.testing.contract import Conformance, Outputs, Relation, Tolerance, Violation
+from minideepinfer.testing.families.comm_ranks import experts_between_processes
 from minideepinfer.testing.families.moe_calls import identity_case
 from minideepinfer.testing.families.moe_cases import CASES, EDGES
 from minideepinfer.testing.families.moe_large import LARGE
@@ -184,6 +185,11 @@ FAMILY = Conformance(
             "ranks-together",
             "a rank without tokens that leaves out a collective; tokens that come home to the wrong row, or twice",
             ranks_together,
+        ),
+        Relation(
+            "between-processes",
+            "experts whose numbers begin elsewhere on another rank; a rank that waits for one that has gone on",
+            experts_between_processes,
         ),
         Relation(
             "identity-experts",

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 from minideepinfer.measure.floor import floor_ms
-from minideepinfer.measure.kernels import attention, comm, indexer, moe, residual
+from minideepinfer.measure.kernels import attention, comm, epilogue, indexer, moe, residual
 from minideepinfer.operators import Cost
 from minideepinfer.testing.recipes.attention import AttentionCase, AttentionRecipe, selected_entries, window_positions
 from minideepinfer.testing.recipes.batch import BatchRecipe, locate
 from minideepinfer.testing.recipes.comm import CommRecipe
+from minideepinfer.testing.recipes.epilogue import EpilogueRecipe, InjectRecipe
 from minideepinfer.testing.recipes.indexer import IndexerCase, IndexerRecipe
 from minideepinfer.testing.recipes.moe import MoeCase, MoeRecipe
 from minideepinfer.testing.recipes.residual import ResidualRecipe
@@ -203,6 +204,53 @@ def test_quantised_activations_make_the_experts_products_fp8_and_no_others() -> 
     pairs = len(list(local_pairs(case, moe.route(case)[0])))
     assert cost.flops["fp8"] == 6 * pairs * 64 * 32
     assert (cost.total_flops, cost.num_bytes) == (plain.total_flops, plain.num_bytes)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        EpilogueRecipe(3, "bfloat16", 2, 32, True, 4, "fp8", True),
+        EpilogueRecipe(3, "float32", 0, 32, quantization="mxfp4"),
+        EpilogueRecipe(3, "bfloat16", 2, 32, pairs=4, in_place=True),
+        EpilogueRecipe(3, "bfloat16", 2, 32, pairs=4),
+        EpilogueRecipe(3, "float32", 2, 7, True),
+    ],
+    ids=["everything", "rounding", "rotation in place", "rotation", "norm"],
+)
+def test_epilogue(recipe: EpilogueRecipe) -> None:
+    count, size = Count(), SIZES[recipe.dtype]
+    alone = recipe.in_place and not recipe.norm and recipe.quantization == "none"
+    for row in range(recipe.tokens):
+        for head in range(max(1, recipe.heads)):
+            for channel in range(recipe.width):
+                turned = channel >= recipe.width - 2 * recipe.pairs
+                if turned or not alone:
+                    count.touch(size, "x", row, head, channel)
+                    count.touch(size, "result", row, head, channel)
+                if recipe.norm:
+                    count.multiply_add()  # the mean square
+                    count.touch(4, "norm", channel)
+                if turned:
+                    count.multiply_add()
+                    count.multiply_add()
+                    count.touch(4, "cos or sin", row, channel)
+    holds(epilogue.cost(recipe.build()), count)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_inject(dtype: str) -> None:
+    tokens, streams, width = 3, 2, 5
+    count, size = Count(), SIZES[dtype]
+    for row in range(tokens):
+        for stream in range(streams):
+            for channel in range(width):
+                for _ in ("product", "mean square of the stream", "mean square of the key", "gated value"):
+                    count.multiply_add()
+                count.touch(4, "weight", stream, channel)
+                count.touch(size, "value", row, channel)
+                for name in ("stream", "key", "new stream"):
+                    count.touch(size, name, row, stream, channel)
+    holds(epilogue.cost(InjectRecipe(tokens, dtype, streams, width).build()), count)
 
 
 @pytest.mark.parametrize("call", ["enter", "advance", "mix", "normalise"])

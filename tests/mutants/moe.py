@@ -51,14 +51,13 @@ NAIVE = (
     _decoding("scale-of-the-next-block", "matches-reference", "decode(packed, scale.roll(1, -1), dtype)"),
     mutant("bias-in-the-weights", "routing", "scores.gather(-1, ids)", "(scores + bias).gather(-1, ids)"),
     mutant("weights-not-normalised", "routing", "chosen / (chosen.sum(-1, keepdim=True) + 1e-20)", "chosen"),
-    mutant("weights-not-scaled", "routing", " * scaling", ""),
+    mutant("weights-not-scaled", "routing", " + 1e-20) * scaling", " + 1e-20)"),
     mutant("ids-not-ascending", "routing", ".sort(dim=-1).values", ""),
     mutant(
         "higher-expert-first-among-equals",
         "routing",
         "(scores + bias).sort(dim=-1, descending=True, stable=True).indices",
-        "(scores + bias).flip(-1).sort(dim=-1, descending=True, stable=True).indices.neg()"
-        " + scores.shape[1] - 1",
+        "(scores + bias).flip(-1).sort(dim=-1, descending=True, stable=True).indices.neg() + scores.shape[1] - 1",
     ),
     mutant("bias-forgotten", "routing", "(scores + bias)", "scores"),
     mutant(

@@ -107,7 +107,7 @@ def test_ctrl_c_ends_cleanly_and_keeps_what_came() -> None:
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdout is not None
-    plan_and_first_text = "".join(process.stdout.readline() for _ in range(6)) + process.stdout.read(20)
+    plan_and_first_text = "".join(process.stdout.readline() for _ in FAMILIES) + process.stdout.read(20)
     process.send_signal(signal.SIGINT)
     rest, err = process.communicate(timeout=60)
     assert process.returncode == 130

@@ -206,53 +206,6 @@ def test_quantised_activations_make_the_experts_products_fp8_and_no_others() -> 
     assert (cost.total_flops, cost.num_bytes) == (plain.total_flops, plain.num_bytes)
 
 
-@pytest.mark.parametrize(
-    "recipe",
-    [
-        EpilogueRecipe(3, "bfloat16", 2, 32, True, 4, "fp8", True),
-        EpilogueRecipe(3, "float32", 0, 32, quantization="mxfp4"),
-        EpilogueRecipe(3, "bfloat16", 2, 32, pairs=4, in_place=True),
-        EpilogueRecipe(3, "bfloat16", 2, 32, pairs=4),
-        EpilogueRecipe(3, "float32", 2, 7, True),
-    ],
-    ids=["everything", "rounding", "rotation in place", "rotation", "norm"],
-)
-def test_epilogue(recipe: EpilogueRecipe) -> None:
-    count, size = Count(), SIZES[recipe.dtype]
-    alone = recipe.in_place and not recipe.norm and recipe.quantization == "none"
-    for row in range(recipe.tokens):
-        for head in range(max(1, recipe.heads)):
-            for channel in range(recipe.width):
-                turned = channel >= recipe.width - 2 * recipe.pairs
-                if turned or not alone:
-                    count.touch(size, "x", row, head, channel)
-                    count.touch(size, "result", row, head, channel)
-                if recipe.norm:
-                    count.multiply_add()  # the mean square
-                    count.touch(4, "norm", channel)
-                if turned:
-                    count.multiply_add()
-                    count.multiply_add()
-                    count.touch(4, "cos or sin", row, channel)
-    holds(epilogue.cost(recipe.build()), count)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_inject(dtype: str) -> None:
-    tokens, streams, width = 3, 2, 5
-    count, size = Count(), SIZES[dtype]
-    for row in range(tokens):
-        for stream in range(streams):
-            for channel in range(width):
-                for _ in ("product", "mean square of the stream", "mean square of the key", "gated value"):
-                    count.multiply_add()
-                count.touch(4, "weight", stream, channel)
-                count.touch(size, "value", row, channel)
-                for name in ("stream", "key", "new stream"):
-                    count.touch(size, name, row, stream, channel)
-    holds(epilogue.cost(InjectRecipe(tokens, dtype, streams, width).build()), count)
-
-
 @pytest.mark.parametrize("call", ["enter", "advance", "mix", "normalise"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_residual(call: str, dtype: str) -> None:
@@ -289,6 +242,47 @@ def test_residual(call: str, dtype: str) -> None:
         count.rows(4, "scale", 3)
         count.rows(4, "coefficients", tokens, columns)
     holds(residual.cost(case), count)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("quantization", ["none", "fp8"])
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("pairs", [0, 3])
+@pytest.mark.parametrize("heads", [0, 2])
+def test_epilogue(heads: int, pairs: int, norm: bool, quantization: Any, in_place: bool) -> None:
+    recipe = EpilogueRecipe(3, "bfloat16", heads, 32, norm, pairs, quantization, in_place)
+    count, width = Count(), recipe.width
+    for token in range(3):
+        for head in range(max(1, heads)):
+            for channel in range(width):
+                turned = channel >= width - 2 * pairs
+                if norm:
+                    count.multiply_add()  # the mean square
+                    count.touch(4, "norm", channel)
+                if turned:
+                    for table in ("cos", "sin"):
+                        count.multiply_add()  # a cos - b sin, or a sin + b cos
+                        count.touch(4, table, token, (channel - width + 2 * pairs) // 2)
+                if norm or turned or quantization != "none" or not in_place:
+                    count.touch(2, "x", token, head, channel)
+                    count.touch(2, "y", token, head, channel)
+    holds(epilogue.cost(recipe.build()), count)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_inject(dtype: str) -> None:
+    case, count, size = InjectRecipe(3, dtype, 2, 5).build(), Count(), SIZES[dtype]
+    for token in range(3):
+        for stream in range(2):
+            for channel in range(5):
+                for _sum in ("x weight k", "x^2", "k^2", "x + g v"):
+                    count.multiply_add()
+                count.touch(4, "weight", stream, channel)
+                count.touch(size, "x", token, stream, channel)
+                count.touch(size, "new x", token, stream, channel)
+                count.touch(size, "key", token, stream, channel)
+                count.touch(size, "value", token, channel)
+    holds(epilogue.cost(case), count)
 
 
 def test_fetched_rows() -> None:

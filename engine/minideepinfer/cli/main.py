@@ -46,7 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter flushes into it at exit
         return 1
     except KeyboardInterrupt:
-        print("mini-deepinfer: interrupted", file=sys.stderr)
+        if "RANK" not in os.environ:  # of several ranks their launcher says so
+            print("mini-deepinfer: interrupted", file=sys.stderr)
         return 130
 
 

@@ -41,7 +41,6 @@ def launch(arguments: Sequence[str], num_processes: int) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # RankError says it in one line
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes)))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     config = LaunchConfig(
@@ -53,6 +52,7 @@ def launch(arguments: Sequence[str], num_processes: int) -> int:
         rdzv_endpoint="localhost:0",
         max_restarts=0,
     )
+    logging.disable(logging.ERROR)  # what goes wrong is said once, by what is raised here
     try:
         elastic_launch(config, sys.executable)("-m", "minideepinfer", *arguments)
     except ChildFailedError as error:
@@ -68,6 +68,8 @@ def launch(arguments: Sequence[str], num_processes: int) -> int:
         if error.sigval == signal.SIGINT:
             raise KeyboardInterrupt from None
         raise
+    finally:
+        logging.disable(logging.NOTSET)
     return 0
 
 

@@ -1,51 +1,36 @@
-"""Epilogues: every channel that changes is read and written once."""
+"""Epilogue: norm, rotation and rounding of rows that are read and written once; Engram's gates."""
 
 from __future__ import annotations
 
 from minideepinfer.measure.costs import ELEMENT_BYTES, FLOAT32
 from minideepinfer.operators.cost import Cost
-from minideepinfer.operators.problem import EpilogueProblem
 
 
-def finish_cost(
-    problem: EpilogueProblem,
-    num_tokens: int,
-    width: int,
-    *,
-    heads: int = 1,
-    norm: bool = False,
-    pairs: int = 0,
-    rounded: bool = False,
-    in_place: bool = False,
+def epilogue_cost(
+    dtype: str, num_tokens: int, heads: int, width: int, *, pairs: int, norm: bool, rounds: bool, in_place: bool
 ) -> Cost:
-    """The least that `run` costs; what is rotated alone, and in place, leaves the channels before alone.
+    """The least that one call of `run` costs. Of rows that are only rotated, in place, the other channels stay.
 
     Args:
-        problem: for the dtype.
-        num_tokens: T.
-        width: D.
-        heads: N.
+        dtype: of the rows.
+        num_tokens: tokens.
+        heads: rows of a token, at least 1.
+        width: channels of a row.
+        pairs: pairs of channels that are rotated; 0 = none.
         norm: whether there is a norm.
-        pairs: C, 0 = nothing is rotated.
-        rounded: whether there is a rounding.
-        in_place: whether the result lies where x does.
+        rounds: whether rows are rounded to a format.
+        in_place: whether the result may be where the rows are.
     """
     rows = num_tokens * heads
-    channels = width if norm or rounded or not in_place else 2 * pairs
-    flops = rows * (2 * width * norm + 8 * pairs)  # a mean square, and sums of two
-    moved = 2 * rows * channels * ELEMENT_BYTES[problem.dtype] + (width * norm + 2 * num_tokens * pairs) * FLOAT32
-    return Cost({"float32": flops}, moved)
+    moved = width if norm or rounds or not in_place else 2 * pairs
+    weights = width * FLOAT32 if norm else 0
+    angles = 2 * num_tokens * pairs * FLOAT32
+    flops = 2 * rows * ((width if norm else 0) + 4 * pairs)
+    return Cost({"float32": flops}, 2 * rows * moved * ELEMENT_BYTES[dtype] + weights + angles)
 
 
-def inject_cost(problem: EpilogueProblem, num_tokens: int, num_streams: int, width: int) -> Cost:
-    """The least that `inject` costs.
-
-    Args:
-        problem: for the dtype.
-        num_tokens: T.
-        num_streams: S.
-        width: D.
-    """
-    row = num_tokens * num_streams * width
-    moved = (3 * row + num_tokens * width) * ELEMENT_BYTES[problem.dtype] + num_streams * width * FLOAT32
-    return Cost({"float32": 8 * row}, moved)
+def inject_cost(dtype: str, num_tokens: int, streams: int, width: int) -> Cost:
+    """The least that adding Engram's value costs: two mean squares, a product and a weighted sum for each stream."""
+    rows = num_tokens * (3 * streams + 1)
+    moved = rows * width * ELEMENT_BYTES[dtype] + streams * width * FLOAT32
+    return Cost({"float32": 8 * num_tokens * streams * width}, moved)

@@ -17,18 +17,19 @@ import signal
 import subprocess
 import sys
 import time
-import traceback
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from minideepinfer.config import ParallelConfig
 from minideepinfer.measure.facts import machine, software
 from minideepinfer.operators import MoeWeights, PackedExperts, SharedExpert
+from minideepinfer.runtime.world import join
 from torch import Tensor
 from two_gpus_bench import RELEASED, TINY, Bench
-from two_gpus_model import OPERATORS, modules
+from two_gpus_model import OPERATORS, fixed_step, modules
 
 # Correct
 
@@ -226,7 +227,7 @@ def _table(first: int, rows: int, width: int, device: torch.device) -> Tensor:
     return table
 
 
-PARTS = {"correct": correct, "engram": engram, "cost": cost, "modules": modules}
+PARTS = {"correct": correct, "engram": engram, "cost": cost, "modules": modules, "step": fixed_step}
 
 
 def topology() -> str:
@@ -239,12 +240,13 @@ def topology() -> str:
 
 
 def main() -> int:
-    """Run the parts; 1 if one failed."""
+    """Run the parts."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--experts", type=int, default=RELEASED.experts, help="fewer for a rehearsal on a GPU")
+    parser.add_argument("--layers", type=int, default=RELEASED.layers, help="of the fixed benchmark, that fit")
     parser.add_argument("--seconds", type=int, default=150, help="after which the run is ended")
     arguments = parser.parse_args()
     faulthandler.dump_traceback_later(max(1, arguments.seconds - 3))
@@ -254,8 +256,12 @@ def main() -> int:
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    bench = Bench(device, replace(RELEASED, experts=arguments.experts) if device.type == "cuda" else TINY)
-    bench.comm("collective")  # makes the process group
+    size = int(os.environ["WORLD_SIZE"])
+    ranks = join(ParallelConfig(expert=size, data=size, timeout_seconds=2.0 * arguments.seconds))
+    ranks.connect(device)
+    sizes = replace(RELEASED, experts=arguments.experts, layers=arguments.layers) if device.type == "cuda" else TINY
+    bench = Bench(device, sizes, ranks)
+    bench.comm("collective")  # makes the process group of one rank
     bench.everywhere(True)
     if bench.rank == 0:
         print(f"the ranks have met, {time.monotonic() - begin:.0f} s", flush=True)
@@ -267,19 +273,13 @@ def main() -> int:
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if bench.cuda else "gloo",
         "sizes": vars(bench.sizes),
     }
-    failed = False
     for name in arguments.parts:
-        try:
-            with torch.inference_mode():
-                record[name] = PARTS[name](bench)
-        except Exception:
-            record[name], failed = {"error": traceback.format_exc()}, True
+        with torch.inference_mode(), ranks.together():
+            record[name] = PARTS[name](bench)
         if bench.rank == 0:
             arguments.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
             print(f"{name}, {time.monotonic() - begin:.0f} s:", json.dumps(record[name], indent=1), flush=True)
-        if failed:
-            os._exit(1)  # the other ranks are elsewhere; torchrun ends them
-    dist.destroy_process_group()
+    ranks.close()
     return 0
 
 

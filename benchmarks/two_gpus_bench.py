@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -17,10 +16,10 @@ from minideepinfer.operators import (
     Phase,
     PlannedOperator,
     Problem,
-    StageClock,
     build,
     load_registry,
 )
+from minideepinfer.runtime.world import World
 
 SLEEP_CYCLES = 2_000_000
 """About a millisecond, in which the host queues what is timed."""
@@ -41,18 +40,19 @@ class Sizes:
     row_bytes: tuple[int, int]
     columns: int
     repeats: int
+    layers: int
 
 
-RELEASED = Sizes(5120, 2304, 384, 6, (128, 1024, 4096), 64, 4 << 20, (256, 8), 24, 20)
-TINY = Sizes(64, 32, 8, 3, (5, 9), 6, 500, (64, 2), 4, 2)
+RELEASED = Sizes(5120, 2304, 384, 6, (128, 1024, 4096), 64, 4 << 20, (256, 8), 24, 20, 16)
+TINY = Sizes(64, 32, 8, 3, (5, 9), 6, 500, (64, 2), 4, 2, 10)
 
 
 class Bench:
     """This rank's view of the run."""
 
-    def __init__(self, device: torch.device, sizes: Sizes) -> None:
-        self.device, self.sizes, self.cuda = device, sizes, device.type == "cuda"
-        self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    def __init__(self, device: torch.device, sizes: Sizes, ranks: World) -> None:
+        self.device, self.sizes, self.ranks, self.cuda = device, sizes, ranks, device.type == "cuda"
+        self.rank, self.world = ranks.rank, ranks.size
         self.dtype = torch.bfloat16 if self.cuda else torch.float32
         self._registry = load_registry()
         self._flush = torch.empty(L2_FLUSH_BYTES if self.cuda else 1, dtype=torch.uint8, device=device)
@@ -65,11 +65,11 @@ class Bench:
             "activation_quantization": "none",
         }
 
-    def comm(self, name: str, clock: StageClock | None = None) -> Any:
+    def comm(self, name: str) -> Any:
         """A built comm operator; `single` for one rank."""
         sizes, world = self.sizes, 1 if name == "single" else self.world
         problem = CommProblem(hidden_size=sizes.hidden, num_experts=sizes.experts, world_size=world, **self._facts)
-        return self._build("comm", name, problem, clock)
+        return self._build("comm", name, problem)
 
     def moe(self, name: str, ranks: int) -> Any:
         """A built MoE operator of one of so many ranks."""
@@ -88,10 +88,10 @@ class Bench:
         )
         return self._build("moe", name, problem)
 
-    def _build(self, family: str, name: str, problem: Problem, clock: StageClock | None = None) -> Any:
+    def _build(self, family: str, name: str, problem: Problem) -> Any:
         registered = self._registry.get(family, name)
         options = registered.declaration.options()
-        return build(PlannedOperator(registered, options, problem, "explicit: two_gpus", {}), self.device, clock)
+        return build(PlannedOperator(registered, options, problem, "explicit: two_gpus", {}), self.device)
 
     def generator(self, seed: int) -> torch.Generator:
         """Random numbers, for one seed the same on every rank."""

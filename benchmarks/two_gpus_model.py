@@ -1,22 +1,28 @@
-"""The part of `two_gpus.py` that runs a model: its modules on several ranks against one."""
+"""Parts of `two_gpus.py` that run a model: modules on several ranks against one, and the fixed benchmark's step."""
 
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import torch
+from minideepinfer.cli.bench_steps import CONFIGS
 from minideepinfer.config import EngineConfig, ModelConfig
-from minideepinfer.measure.prefill import PrefillBench, PrefillProblem
+from minideepinfer.measure.made_up_ranks import MadeUpRanks
+from minideepinfer.measure.prefill import PRESETS, PrefillBench, PrefillProblem
+from minideepinfer.measure.steps import Profile, time_steps
 from minideepinfer.model.block import Block
 from minideepinfer.model.rows import Rows
 from minideepinfer.model.step import Step
 from minideepinfer.operators import PackedExperts
 from minideepinfer.runtime.capture import Capture
 from minideepinfer.runtime.scheduler import ScheduledRequest
+from minideepinfer.runtime.world import World
 from torch import Tensor
 from two_gpus_bench import Bench
 
@@ -44,7 +50,7 @@ def seven_layers(experts: int) -> ModelConfig:
 def _model(bench: Bench) -> ModelConfig:
     if bench.cuda:
         return seven_layers(bench.sizes.experts)
-    return ModelConfig.from_file(resources.files("minideepinfer") / "data" / "tiny" / "config.json")  # type: ignore[arg-type]
+    return ModelConfig.from_file(Path(str(resources.files("minideepinfer") / "data" / "tiny" / "config.json")))
 
 
 # Modules
@@ -161,3 +167,56 @@ def _difference(found: Tensor, expected: Tensor) -> float:
     if not expected.numel():
         return 0.0
     return float((found.float() - expected.float()).norm() / expected.float().norm())
+
+
+# The fixed benchmark
+
+
+class Connected:
+    """A `World` whose process group exists already."""
+
+    def __init__(self, ranks: World) -> None:
+        self._ranks = ranks
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ranks, name)
+
+    def connect(self, device: torch.device) -> None:
+        """Nothing is left to do."""
+
+
+def fixed_step(bench: Bench) -> dict[str, Any]:
+    """The fixed benchmark's step on all ranks, and on each alone with the others made up: what the network costs."""
+    preset = replace(PRESETS["v41-rank" if bench.cuda else "tiny"], world_size=bench.world)
+    problem = replace(preset, num_layers=bench.sizes.layers, engram_fraction=preset.engram_fraction / 2)
+    config = ModelConfig.from_file(
+        resources.files("minideepinfer") / "data" / CONFIGS["v41-rank" if bench.cuda else "tiny"]
+    )
+    engine = EngineConfig(device=str(bench.device), parallel={"expert": bench.world}, ops={"comm": OPERATORS[0]})
+    one = PrefillBench(config, engine, problem, Connected(bench.ranks))
+    found: dict[str, Any] = {"layers": len(one.model.blocks), "new tokens a rank": problem.new_tokens}
+    for comm in OPERATORS:
+        one.change(engine.model_copy(update={"ops": {"comm": comm}}), problem)
+        found[comm] = _step(bench, one)
+    _make_up_others(bench, one)
+    found["no network"] = _step(bench, one)
+    return found
+
+
+def _step(bench: Bench, one: PrefillBench) -> dict[str, Any]:
+    times = time_steps(one.rank, one.step, one.renew, steps=4, warmup=2, profile=Profile(stages=True))
+    return {
+        "ms": bench.worst(statistics.median(times.steps)),
+        "ms of stages": times.stages,
+        "ms of hidden communication": times.kernels.hidden if times.kernels else None,
+    }
+
+
+def _make_up_others(bench: Bench, one: PrefillBench) -> None:
+    """From now on this rank computes as much without the others."""
+    rank, most = one.rank, one.problem.new_tokens
+    rank.world = World()
+    rank.others = MadeUpRanks(bench.world, most, rank.model.blocks[0].weights.attention.wq_a, rank.clock)
+    rank.model.blocks = tuple(replace(block, comm=rank.others) for block in rank.model.blocks)
+    rank.model.comm = rank.others
+    rank.draw_others()

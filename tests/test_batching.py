@@ -81,7 +81,9 @@ def test_bounded_step_narrows_each_request_to_its_own_tail() -> None:
 def test_history_comes_from_the_request_itself_across_chunks() -> None:
     runner = runner_of("tiny-a")
     config = runner.config.text_config
-    whole = build_step(make_parts([scheduled(0, 0, 30, 30)], config, "full"), config, runner.engram_hash, 8, "cpu")  # type: ignore[arg-type]
+    whole = build_step(
+        make_parts([scheduled(0, 0, 30, 30)], config, "full"), config, runner.engram_hash, 8, torch.device("cpu")
+    )
     for start in (1, 2, 3, 4, 17):
         items = [scheduled(1, 0, 9, 30), scheduled(0, start, 30 - start, 30)]
         parts = make_parts(items, config, "full")

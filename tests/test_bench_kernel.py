@@ -25,12 +25,19 @@ from minideepinfer.measure.record import Measurement, Record, read_records
 from minideepinfer.operators import FAMILIES, Cost, OperatorOptions, RegisteredOperator, Tier, load_registry
 from minideepinfer.testing.recipes.batch import BatchRecipe
 from minideepinfer.testing.subject import including
-from mutants import Mutant, attention, comm, indexer, moe, residual
+from mutants import Mutant, attention, comm, epilogue, indexer, moe, residual
 
 CPU = torch.device("cpu")
 REGISTRY = load_registry()
 RATES = {"copy_tb_s": 0.01, "float32_tflops": 0.1}
-MUTANTS = {"attention": attention, "indexer": indexer, "moe": moe, "comm": comm, "residual": residual}
+MUTANTS = {
+    "attention": attention,
+    "indexer": indexer,
+    "moe": moe,
+    "comm": comm,
+    "residual": residual,
+    "epilogue": epilogue,
+}
 
 
 def naive(family: str) -> RegisteredOperator:

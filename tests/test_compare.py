@@ -214,7 +214,7 @@ def test_the_gate_fails_for_a_kernel_that_is_no_longer_right() -> None:
     [
         (0.2, [], 0, "ratio_to_naive       0.1 -> 0.2, B / A 2.000, worse"),
         (0.2, ["--fail-over", "5%"], 1, "SLOWER kernel moe:fused, experts: ratio_to_naive +100.0%"),
-        (0.2, ["--fail-over", "150"], 0, "no kernel got slower by more than 150.0%"),
+        (0.2, ["--fail-over", "150"], 0, "of 1 kernels none got slower by 150.0%"),
         (0.1005, ["--fail-over", "0%"], 0, "within the spread"),
         (0.05, ["--fail-over", "5%"], 0, "better"),
     ],
@@ -226,6 +226,14 @@ def test_the_command(
         write_records(tmp_path / name, [each])
     assert main(["bench", "compare", str(tmp_path / "a"), str(tmp_path / "b"), *arguments]) == code
     assert text in capsys.readouterr().out
+
+
+def test_a_gate_that_nothing_could_fail_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    reference = record("moe:naive, experts", values={"time": measurement(1.0)})
+    write_records(tmp_path / "a", [reference])
+    assert main(["bench", "compare", str(tmp_path / "a"), str(tmp_path / "a")]) == 0
+    assert main(["bench", "compare", str(tmp_path / "a"), str(tmp_path / "a"), "--fail-over", "5%"]) == 1
+    assert "no kernel has a ratio_to_naive in both files" in capsys.readouterr().err
 
 
 def test_a_percentage_is_needed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 from minideepinfer.measure.floor import floor_ms
-from minideepinfer.measure.kernels import attention, comm, indexer, moe, residual
+from minideepinfer.measure.kernels import attention, comm, epilogue, indexer, moe, residual
 from minideepinfer.operators import Cost
 from minideepinfer.testing.recipes.attention import AttentionCase, AttentionRecipe, selected_entries, window_positions
 from minideepinfer.testing.recipes.batch import BatchRecipe, locate
 from minideepinfer.testing.recipes.comm import CommRecipe
+from minideepinfer.testing.recipes.epilogue import EpilogueRecipe, InjectRecipe
 from minideepinfer.testing.recipes.indexer import IndexerCase, IndexerRecipe
 from minideepinfer.testing.recipes.moe import MoeCase, MoeRecipe
 from minideepinfer.testing.recipes.residual import ResidualRecipe
@@ -241,6 +242,47 @@ def test_residual(call: str, dtype: str) -> None:
         count.rows(4, "scale", 3)
         count.rows(4, "coefficients", tokens, columns)
     holds(residual.cost(case), count)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("quantization", ["none", "fp8"])
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("pairs", [0, 3])
+@pytest.mark.parametrize("heads", [0, 2])
+def test_epilogue(heads: int, pairs: int, norm: bool, quantization: Any, in_place: bool) -> None:
+    recipe = EpilogueRecipe(3, "bfloat16", heads, 32, norm, pairs, quantization, in_place)
+    count, width = Count(), recipe.width
+    for token in range(3):
+        for head in range(max(1, heads)):
+            for channel in range(width):
+                turned = channel >= width - 2 * pairs
+                if norm:
+                    count.multiply_add()  # the mean square
+                    count.touch(4, "norm", channel)
+                if turned:
+                    for table in ("cos", "sin"):
+                        count.multiply_add()  # a cos - b sin, or a sin + b cos
+                        count.touch(4, table, token, (channel - width + 2 * pairs) // 2)
+                if norm or turned or quantization != "none" or not in_place:
+                    count.touch(2, "x", token, head, channel)
+                    count.touch(2, "y", token, head, channel)
+    holds(epilogue.cost(recipe.build()), count)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_inject(dtype: str) -> None:
+    case, count, size = InjectRecipe(3, dtype, 2, 5).build(), Count(), SIZES[dtype]
+    for token in range(3):
+        for stream in range(2):
+            for channel in range(5):
+                for _sum in ("x weight k", "x^2", "k^2", "x + g v"):
+                    count.multiply_add()
+                count.touch(4, "weight", stream, channel)
+                count.touch(size, "x", token, stream, channel)
+                count.touch(size, "new x", token, stream, channel)
+                count.touch(size, "key", token, stream, channel)
+                count.touch(size, "value", token, channel)
+    holds(epilogue.cost(case), count)
 
 
 def test_fetched_rows() -> None:

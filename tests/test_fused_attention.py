@@ -10,12 +10,14 @@ from minideepinfer.operators import Selection, load_registry
 from minideepinfer.operators.problem import AttentionProblem
 from minideepinfer.testing.families.attention import FAMILY
 from minideepinfer.testing.recipes.attention import AttentionRecipe
-from minideepinfer.testing.recipes.batch import BatchRecipe
+from minideepinfer.testing.recipes.batch import CPU, BatchRecipe
 from minideepinfer.testing.relations import matches_reference, repeatable
 from minideepinfer.testing.subject import Subject
+from minideepinfer_attention import fused
+from minideepinfer_attention.direct import row_tile
 from minideepinfer_attention.refusals import refuses
 from minideepinfer_attention.rows import window_buffer, window_layout
-from minideepinfer_attention.sparse import sparse_attention
+from minideepinfer_attention.sparse import SparseMetadata, sparse_attention
 from minideepinfer_attention.window import WindowTile, WindowTiles
 from torch import Tensor
 
@@ -83,6 +85,26 @@ def test_any_number_of_ranges(programs: int) -> None:
     operator.programs = programs
     repeatable(checked, recipe.build())
     matches_reference(checked, recipe.build())
+
+
+def test_few_rows_of_many_heads_share_them_out() -> None:
+    recipe = AttentionRecipe(BatchRecipe((1, 1), (70, 9)), "bfloat16", 40, 256, 4, 20, 1, 30, sink=1.0)
+    checked, case = subject("indexed"), recipe.build()
+    checked.operator(case).programs = 6
+    assert row_tile(2, 6, 40, 256, torch.bfloat16)["BLOCK_H"] == 16
+    assert row_tile(3, 6, 40, 256, torch.bfloat16)["BLOCK_H"] == 64
+    matches_reference(checked, case)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_decode_takes_the_schedule_of_its_rows(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "MANY_ROWS", 2)
+    batch = BatchRecipe((1,) * rows, (20, 3, 70)[:rows], decode=True)
+    case = AttentionRecipe(batch, "bfloat16", 2, 16, 4, 7, 1, 9, sink=1.0).build()
+    operator = fused.DecodeAttention(case.problem, CPU)
+    assert isinstance(operator.prepare(case.batch), SparseMetadata) == (rows == 3)
+    checked = subject("fused")
+    checked.family.compare(checked, case, {"heads": case.run(operator)}, checked.reference(case), 1.0)
 
 
 @DTYPES

@@ -168,6 +168,29 @@ def test_a_rung_with_a_new_operator_has_three_layers_of_evidence(install: Instal
     assert any("first 2 layers; nothing is scaled" in note for note in odd.notes)
 
 
+def test_a_module_that_is_not_finite_fails_its_rung(install: Install) -> None:
+    def spoil(output: torch.Tensor) -> torch.Tensor:
+        spoiled = output.clone()
+        spoiled[0] = float("nan")  # not the row whose logits are looked at
+        return spoiled
+
+    install("moe", "run", spoil)
+    records: list[Record] = []
+    rung = {"name": "+odd", "engine": {"ops": {"moe": "odd"}}, "layers": 2}
+    with pytest.raises(OperatorError, match=r"rung '\+odd': not finite .*: block, experts, layers\.0\.block"):
+        run_ladder(TINY, ladder_of(rung), records.append)
+    assert [record.name for record in records] == ["first"]
+
+
+def test_a_kernel_that_cannot_be_timed_is_told(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    install("residual", "mix", lambda streams: streams)
+    monkeypatch.setattr("minideepinfer.measure.ladder.kernels.time_calls", lambda *args, **kwargs: 1 / 0)
+    records: list[Record] = []
+    run_ladder(TINY, ladder_of({"name": "+odd", "engine": {"ops": {"residual": "odd"}}}), records.append)
+    assert any("kernel times of residual" in note and "ZeroDivisionError" in note for note in records[1].notes)
+    assert not [name for name in records[1].values if name.startswith("kernel ")]
+
+
 def test_a_rung_that_cannot_be_served_is_refused_before_anything_runs() -> None:
     records: list[Record] = []
     with pytest.raises(OperatorError, match=r"rung '\+odd': .*nonesuch"):

@@ -38,6 +38,7 @@ def test_a_kernel_belongs_to_the_innermost_stage_that_launched_it(tmp_path: Path
     path = tmp_path / "trace.json"
     path.write_text(json.dumps({"traceEvents": events}))
     found = kernel_times(path, {"other", "experts", "decoding"})
+    assert found is not None
     assert found.stages == pytest.approx({"other": 6.0, "experts": 6.0, "decoding": 3.0})
     assert found.total == pytest.approx(15.0)
     assert found.hidden == 0.0
@@ -53,6 +54,7 @@ def test_what_another_stream_does_meanwhile_is_hidden(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     path.write_text(json.dumps({"traceEvents": events}))
     found = kernel_times(path, {"experts"})
+    assert found is not None
     assert found.stages == pytest.approx({"experts": 18.0, "communication": 4.0})
     assert found.hidden == pytest.approx(2.0)
     assert found.total == pytest.approx(20.0)
@@ -68,6 +70,7 @@ def test_a_real_trace_holds_its_stages(tmp_path: Path) -> None:
     trace_step(step, path, cuda=False)
     events = [event for event in json.loads(path.read_text())["traceEvents"] if event.get("cat") == "user_annotation"]
     assert {event["name"] for event in events} == clock.names == {"outer", "inner"}
+    assert kernel_times(path, clock.names) is None
 
 
 def test_a_trace_that_cannot_be_written_is_refused(tmp_path: Path) -> None:

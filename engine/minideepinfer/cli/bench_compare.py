@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from minideepinfer.errors import ConfigError
+
 if TYPE_CHECKING:
     from minideepinfer.measure.compare import Pair
     from minideepinfer.measure.record import Record
@@ -43,8 +45,12 @@ def _compare(args: argparse.Namespace) -> int:
         print(f"{len(refused)} of {len(pairs)} cannot be compared")
     if args.fail_over is None:
         return 1 if refused else 0
-    found = regressions(pairs, GATED, args.fail_over)
-    print("\n".join(f"SLOWER {line}" for line in found) or f"no kernel got slower by more than {args.fail_over:.1%}")
+    found, gated = regressions(pairs, GATED, args.fail_over), sum(pair.change(GATED) is not None for pair in pairs)
+    if not gated and not refused and not found:
+        raise ConfigError(f"--fail-over: no kernel has a {GATED} in both files, so that nothing would ever fail")
+    print(
+        "\n".join(f"SLOWER {line}" for line in found) or f"of {gated} kernels none got slower by {args.fail_over:.1%}"
+    )
     return 1 if refused or found else 0
 
 
@@ -71,7 +77,8 @@ def _origin(records: list[Record]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in software.versions.items())
     reasons = sorted({reason for record in records for reason in record.machine.throttled})
     slowed = f"; throttled: {', '.join(reasons)}" if reasons else ""
-    return f"{len(records)} records, commit {software.commit[:12] or 'unknown'}{dirty}, {versions}{slowed}"
+    count = f"{len(records)} {'record' if len(records) == 1 else 'records'}"
+    return f"{count}, commit {software.commit[:12] or 'unknown'}{dirty}, {versions}{slowed}"
 
 
 def _share(text: str) -> float:

@@ -11,7 +11,8 @@ from minideepinfer.config import EngineConfig, ModelConfig
 from minideepinfer.errors import ConfigError
 from minideepinfer.measure.facts import MachineWatch, software
 from minideepinfer.measure.random_cache import with_cache
-from minideepinfer.measure.rank import Rank, RankShape
+from minideepinfer.measure.rank import Rank
+from minideepinfer.measure.rank_shape import RankShape
 from minideepinfer.measure.rates import COPY, measured_rates
 from minideepinfer.measure.record import Record
 from minideepinfer.measure.step_values import once, step_values

@@ -15,7 +15,8 @@ from minideepinfer.config import EngineConfig, ModelConfig
 from minideepinfer.errors import ConfigError
 from minideepinfer.measure.facts import MachineWatch, software
 from minideepinfer.measure.random_cache import with_cache
-from minideepinfer.measure.rank import Rank, RankShape
+from minideepinfer.measure.rank import Rank
+from minideepinfer.measure.rank_shape import RankShape
 from minideepinfer.measure.rates import measured_rates
 from minideepinfer.measure.record import Measurement, Record
 from minideepinfer.measure.step_values import once, step_values
@@ -224,6 +225,8 @@ def measure_prefill(
     times = time_steps(bench.rank, bench.step, bench.renew, steps=problem.steps, warmup=problem.warmup, profile=profile)
     machine = watch.machine()
     values = _values(bench, times)
+    if device.type == "cuda" and times.stages and times.kernels is None:
+        notes.append("the profiler saw no kernels, so waiting counts in the stage that waits")
     if rates is None:
         progress("measuring rates")
         rates = measured_rates(device)

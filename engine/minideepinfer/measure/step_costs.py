@@ -184,10 +184,9 @@ class StepCosts:
         return Cost({}, tokens * (1 + self.config.hc_mult) * self.config.hidden_size * self._size)
 
     def _head(self) -> Cost:
-        hidden, vocabulary = self.config.hidden_size, self.config.vocab_size
-        flops = 2 * self.num_logits * hidden * vocabulary
-        moved = vocabulary * hidden + self.num_logits * (hidden + vocabulary)
-        return Cost({"float32": flops}, moved * FLOAT32)
+        logits = self.num_logits * self.config.vocab_size
+        product = self._product(self.num_logits, self.config.hidden_size, self.config.vocab_size)
+        return product + Cost({}, logits * (FLOAT32 - self._size))
 
 
 def _distinct(batch: Batch, ratio: int, per_row: int | None) -> int:

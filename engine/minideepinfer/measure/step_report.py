@@ -24,6 +24,7 @@ def prefill_lines(record: Record) -> list[str]:
         f"{speed.median:,.0f} tokens/s{' a rank' if record.problem.get('ranks', 1) > 1 else ''}",
         f"rows per expert: min {least:.0f}, mean {mean:.1f}, max {most:.0f}{_memory(record)}",
         *_distance(record),
+        *(f"note: {note}" for note in record.notes),
     ]
     lines.append(f"floor of all stages {record.floors['step']:.1f} ms, {step.median / record.floors['step']:.2f} times")
     return [*lines, *stage_lines(record)] if record.stages else lines

@@ -43,7 +43,7 @@ class StepTimes:
         staged: as many steps in which stages were timed, in turn with the others.
         stages: exclusive time of each stage, mean over the staged steps; under them `BETWEEN_KERNELS` if kernels are
             known.
-        kernels: of one step under the profiler; None on a CPU.
+        kernels: of one step under the profiler; None on a CPU, and where the profiler sees none.
     """
 
     steps: list[float]

@@ -70,8 +70,8 @@ def trace_step(step: Callable[[], object], path: str | Path, cuda: bool) -> None
     profiler.export_chrome_trace(str(path))
 
 
-def kernel_times(path: str | Path, names: Collection[str]) -> KernelTimes:
-    """Read the kernel time of each stage from a trace that `trace_step` wrote on a GPU.
+def kernel_times(path: str | Path, names: Collection[str]) -> KernelTimes | None:
+    """Read the kernel time of each stage from a trace that `trace_step` wrote; None if it has no kernels.
 
     A kernel belongs to the innermost stage that was open on the host when it was launched; what runs on another stream
     than most do is communication.
@@ -84,6 +84,8 @@ def kernel_times(path: str | Path, names: Collection[str]) -> KernelTimes:
     stages = _Stages(e for e in events if e.get("cat") == "user_annotation" and e["name"] in names)
     launched = {e["args"]["correlation"]: e for e in events if e.get("cat") in _LAUNCHES and "correlation" in e["args"]}
     ours = [e for e in events if e.get("cat") in _ON_THE_GPU]
+    if not ours:
+        return None
     main = _busiest(ours)
     spent: dict[str, float] = defaultdict(float)
     for event in ours:
@@ -102,7 +104,7 @@ def _busiest(events: Iterable[Event]) -> Any:
     busy: dict[Any, float] = defaultdict(float)
     for event in events:
         busy[_stream(event)] += event["dur"]
-    return max(busy, key=lambda stream: busy[stream], default=None)
+    return max(busy, key=lambda stream: busy[stream])
 
 
 class _Stages:

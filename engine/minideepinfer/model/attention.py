@@ -189,5 +189,5 @@ class AttentionLayer:
             step.recorder.record(f"{self.name}.{name}", value, request_ids)
 
     def _record_all(self, step: Step, name: str, parts: list[Tensor], rows: Rows) -> None:
-        if parts:
+        if parts and step.recorder.wants(f"{self.name}.{name}"):
             self._record(step, name, torch.cat(parts), rows.request_ids)

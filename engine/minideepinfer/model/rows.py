@@ -11,6 +11,7 @@ from torch import Tensor
 
 from minideepinfer.model.rope import Angles, RotaryTable
 from minideepinfer.operators import Batch, Phase
+from minideepinfer.transfer import upload
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,11 +123,11 @@ class Rows:
                 phase=phase,
                 seqlens=tuple(seqlens[part]),
                 context_lens=tuple(context_lens[part]),
-                cu_seqlens=cu_seqlens.to(device),
-                positions=positions[rows].to(device),
-                request_ids=(request_ids[rows] - begin).to(device),
+                cu_seqlens=upload(cu_seqlens, device),
+                positions=upload(positions[rows], device),
+                request_ids=upload(request_ids[rows] - begin, device),
                 ring_table=ring_table[part],
-                window_start=floors[part].to(device),
+                window_start=upload(floors[part], device),
                 block_table=block_table[part],
                 page_tokens=page_tokens,
             )
@@ -135,8 +136,8 @@ class Rows:
         return cls(
             seqlens=tuple(seqlens),
             context_lens=tuple(context_lens),
-            positions=positions.to(device),
-            request_ids=request_ids.to(device),
+            positions=upload(positions, device),
+            request_ids=upload(request_ids, device),
             ring_table=ring_table,
             block_table=block_table,
             page_tokens=page_tokens,
@@ -174,7 +175,7 @@ class Rows:
             for length in self.seqlens:
                 parts.append(torch.arange(begin + max(0, length - ring_size), begin + length))
                 begin += length
-            rows = torch.cat(parts).to(self.positions.device)
+            rows = upload(torch.cat(parts), self.positions.device)
             rings = self.ring_table[self.request_ids[rows]]
             self._ring_places[ring_size] = RingPlaces(rows, rings * ring_size + self.positions[rows] % ring_size)
         return self._ring_places[ring_size]
@@ -210,9 +211,9 @@ class Rows:
             "half_rows": row_of_position_0[half_owner] + half * ratio,
             "half_slots": half % pair_slots,
         }
-        owner, page, half_owner = owner.to(device), (entry // per_page).to(device), half_owner.to(device)
+        owner, page, half_owner = (upload(each, device) for each in (owner, entry // per_page, half_owner))
         return EntryRows(
-            **{name: value.to(device) for name, value in host.items()},
+            **{name: upload(value, device) for name, value in host.items()},
             pages=self.block_table[owner, page].long(),
             rings=self.ring_table[owner],
             half_rings=self.ring_table[half_owner],

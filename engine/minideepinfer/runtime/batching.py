@@ -17,6 +17,7 @@ from minideepinfer.operators import Phase
 from minideepinfer.runtime.replay import tail_rows
 from minideepinfer.runtime.request import Request
 from minideepinfer.runtime.scheduler import ScheduledRequest
+from minideepinfer.transfer import upload
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,8 +75,8 @@ def build_step(
         page_tokens: tokens per page.
         device: where tensors go.
     """
-    rings = torch.tensor([part.request.ring for part in parts], dtype=torch.int64, device=device)
-    block_table = _block_table(parts).to(device)
+    rings = upload(torch.tensor([part.request.ring for part in parts], dtype=torch.int64), device)
+    block_table = upload(_block_table(parts), device)
 
     shared = [part.request.num_shared_tokens for part in parts]
 
@@ -91,13 +92,13 @@ def build_step(
         source, decoder = pack(kept, ends, origins), pack(kept, ends, [p.floor for p in parts])
         stays = torch.cat([torch.arange(p.start, p.end) >= p.kept for p in parts])
         narrowing = Narrowing(
-            kept=torch.nonzero(stays).flatten().to(device),
-            dropped=torch.nonzero(~stays).flatten().to(device),
+            kept=upload(torch.nonzero(stays).flatten(), device),
+            dropped=upload(torch.nonzero(~stays).flatten(), device),
             dropped_rows=pack(starts, kept, origins),
         )
     depth = config.engram_max_ngram_size
     histories = [np.empty((0, depth), np.int64), *(_history(part, depth) for part in parts)]
-    history = torch.from_numpy(np.concatenate(histories)).to(device)
+    history = upload(torch.from_numpy(np.concatenate(histories)), device)
     return Step(history[:, 0], engram_hash.rows(history), encoder, source, decoder, narrowing)
 
 

@@ -25,6 +25,7 @@ from minideepinfer.runtime.scheduler import ScheduledRequest
 from minideepinfer.runtime.setup import Setup
 from minideepinfer.runtime.tokenizer import load_tokenizer
 from minideepinfer.runtime.world import World
+from minideepinfer.transfer import upload
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,7 +146,7 @@ class Runner:
         if forced is not None:
             step.forced = forced
         hidden = self.model.forward(step)
-        logits = self.model.logits(hidden, step, wanted_rows(parts).to(self.device))
+        logits = self.model.logits(hidden, step, upload(wanted_rows(parts), self.device))
         for part in parts:
             part.request.num_computed_tokens = part.end
         pieces = logits.split([len(part.wanted) for part in parts])

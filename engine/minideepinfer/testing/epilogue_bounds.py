@@ -162,7 +162,7 @@ def injected(case: InjectCase, dtype: torch.dtype) -> Interval:
     for end in (product - error, product + error):
         root = end.abs().clamp(min=1e-6).sqrt()
         gates.append(torch.where(end < 0, -root, root).sigmoid().unsqueeze(-1))
-    off = (3 + 2 * product.abs().sqrt().unsqueeze(-1)) * ULPS * gates[1]
+    off = (3 + 2 * (product.abs() + error).sqrt().unsqueeze(-1)) * ULPS * gates[1]
     low, high = (gates[0] - off) * value, (gates[1] + off) * value
     size = 2 * FLOAT32 * (x.abs() + high.abs().maximum(low.abs()))
     return Interval(x + low.minimum(high), x + low.maximum(high)).widened(size).round(lambda y: y.to(dtype).double())

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 from minideepinfer.operators import Batch, BuildContext, Selection, Stage
 from minideepinfer.operators.problem import AttentionProblem
+from minideepinfer.transfer import upload
 from torch import Tensor
 
 from minideepinfer_attention.kernels.direct import combine_kernel, direct_kernel
@@ -38,7 +40,7 @@ class DirectAttention:
 
     def prepare(self, batch: Batch) -> DirectMetadata:
         """Move what the kernel needs to the device."""
-        context = torch.tensor(batch.context_lens, dtype=torch.int64, device=batch.positions.device)
+        context = upload(torch.tensor(batch.context_lens, dtype=torch.int64), batch.positions.device)
         return DirectMetadata(batch, context)
 
     def run(
@@ -60,7 +62,7 @@ class DirectAttention:
         out = torch.empty_like(q)
         if not num_tokens:
             return out
-        tile = head_tile(num_heads, dim, q.dtype)
+        tile = row_tile(num_tokens, self.programs, num_heads, dim, q.dtype)
         head_tiles = triton.cdiv(num_heads, tile["BLOCK_H"])
         topk = 0 if selection is None else selection.indices.shape[1]
         window_tiles = triton.cdiv(self._window, tile["BLOCK_K"])
@@ -131,6 +133,14 @@ class DirectAttention:
                 num_warps=4,
             )
         return out
+
+
+def row_tile(num_tokens: int, programs: int, num_heads: int, head_dim: int, dtype: torch.dtype) -> dict[str, Any]:
+    """`head_tile`; few rows have 16 heads in a large tile, so that more programs share their work, without spills."""
+    tile = head_tile(num_heads, head_dim, dtype)
+    if tile["num_warps"] == 8 and num_tokens * triton.cdiv(num_heads, 16) <= programs:
+        tile["BLOCK_H"] = 16
+    return tile
 
 
 def build(context: BuildContext) -> DirectAttention:

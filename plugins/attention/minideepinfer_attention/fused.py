@@ -18,7 +18,7 @@ from minideepinfer_attention.tiles import suits_gluon
 from minideepinfer_attention.window import LARGEST_WINDOW, WindowAttention
 
 MANY_ROWS = 32
-"""From here on a program for each row is faster than splitting keys (one H200; the two meet between 16 and 32)."""
+"""From here on a program for each row is faster than splitting keys, on one H200."""
 
 
 class DecodeAttention:

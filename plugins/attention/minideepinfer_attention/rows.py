@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 import triton
 from minideepinfer.operators import Batch, Selection
+from minideepinfer.transfer import upload
 from torch import Tensor
 
 from minideepinfer_attention.kernels.rows import pool_rows_kernel, window_buffer_kernel
@@ -46,7 +47,7 @@ def window_layout(batch: Batch, window: int, gap: int = 0) -> WindowLayout:
         gap: rows of zeros behind each request's entries.
     """
     device, num_tokens, num_requests = batch.positions.device, batch.num_tokens, batch.num_requests
-    context = torch.tensor(batch.context_lens, dtype=torch.int64, device=device)
+    context = upload(torch.tensor(batch.context_lens, dtype=torch.int64), device)
     starts, oldest = batch.cu_seqlens.long(), batch.window_start.clamp(min=0)
     tail, extra = window - 1, window - 1 + gap
     size = num_tokens + num_requests * extra

@@ -9,6 +9,7 @@ import torch
 import triton
 from minideepinfer.operators import Batch, Selection, Stage, StageClock
 from minideepinfer.operators.problem import AttentionProblem
+from minideepinfer.transfer import upload
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -73,7 +74,7 @@ class WindowTiles:
             stops.append((first[-1] + tile.tokens).clamp(max=start))
         none = [torch.empty(0, dtype=torch.int32)]
         ranges = torch.stack([torch.cat(first or none), torch.cat(stops or none)], 1)
-        return cls(tile, window, layout, ranges.to(batch.positions.device))
+        return cls(tile, window, layout, upload(ranges, batch.positions.device))
 
 
 def window_attention(

@@ -6,7 +6,8 @@ directly: grouped sends and receives, of exact sizes, straight from and into ten
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Generic, NamedTuple, TypeVar
@@ -33,22 +34,23 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Travelling(Generic[T]):
-    """A `Pending`: sends and receives under way, and what is made of what arrives."""
+    """A `Pending`: sends and receives under way, whose tensors must live until then; what is made of what arrives."""
 
     group: Group
+    transfers: Sequence[dist.P2POp]
     works: Sequence[dist.Work]
     finish: Callable[[], T]
 
     def wait(self) -> T:
         """See `Pending`."""
-        with self.group.clock.stage(Stage.COMMUNICATION):
+        with self.group.clock.stage(Stage.COMMUNICATION), self.group.meeting():
             for work in self.works:
-                self.group.await_work(work)
+                work.wait()
         return self.finish()
 
     def then(self, make: Callable[[T], S]) -> Travelling[S]:
         """The same journey, of whose end something else is made."""
-        return Travelling(self.group, self.works, lambda: make(self.finish()))
+        return Travelling(self.group, self.transfers, self.works, lambda: make(self.finish()))
 
 
 class Group:
@@ -88,7 +90,9 @@ class Group:
                     self.sent_bytes += sends[peer].nbytes
                 if receives[peer].numel():
                     transfers.append(dist.P2POp(dist.irecv, receives[peer], peer))
-        return Travelling(self, dist.batch_isend_irecv(transfers) if transfers else (), finish)
+        with self.meeting():
+            works = dist.batch_isend_irecv(transfers) if transfers else ()
+        return Travelling(self, transfers, works, finish)
 
     def exchange_numbers(self, numbers: Tensor) -> tuple[list[int], list[int]]:
         """Give every rank a number, 8 bytes; the host waits, once.
@@ -100,20 +104,21 @@ class Group:
             On the host: the numbers, and what each rank has for this one.
         """
         received = torch.empty_like(numbers)
-        self.await_work(dist.all_to_all_single(received, numbers, async_op=True))
+        with self.meeting():
+            dist.all_to_all_single(received, numbers)
         self.sent_bytes += (self.size - 1) * numbers.element_size()
         given, taken = torch.stack([numbers, received]).tolist()
         return given, taken
 
-    def await_work(self, work: dist.Work | None) -> None:
-        """Wait for torch.distributed.
+    @contextmanager
+    def meeting(self) -> Iterator[None]:
+        """Around calls of torch.distributed.
 
         Raises:
             OperatorError: another rank is gone, or does not come.
         """
         try:
-            if work is not None:
-                work.wait()
+            yield
         except RuntimeError as error:
             raise OperatorError(f"comm: rank {self.rank} of {self.size} waits in vain: {error}") from error
 

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from minideepinfer_epilogue.kernels.engram import inject_rows
 from minideepinfer_epilogue.kernels.rows import finish_rows
+from minideepinfer_epilogue.plugin import WIDEST
 
 GROUPS: dict[Quantization, int] = {"none": 1, "fp8": 32, "mxfp4": 32, "nvfp4": 16}
 """Channels that share a scale."""
-BLOCKS = (64, 128, 512, 2048, 8192)
+BLOCKS = (64, 128, 512, 2048, WIDEST)
 """Channels that a program may have of a row, the first one only where nothing but its end is rotated: few sizes, so
 that few kernels are compiled."""
-WIDEST = BLOCKS[-1]
 CHANNELS = 1024
 """Channels of a stream that `inject` has in registers at a time."""
 NUMBERS = 1 << 16 if interpreting() else 2048

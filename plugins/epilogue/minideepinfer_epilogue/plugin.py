@@ -35,7 +35,7 @@ OPERATORS = (
         priority=10,
         support=Support(devices=("cuda",), min_capability=(9, 0), requires=("triton",), interpreted=True),
         refuses=_fused_refuses,
-        properties=Properties(deterministic=True, batch_invariant=True),
+        properties=Properties(deterministic=True, batch_invariant=True, graph_capturable=True),
     ),
 )
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from minideepinfer import transfer
 from minideepinfer.operators import Batch, Phase
 from minideepinfer.operators.problem import IndexerProblem
 from torch import Tensor
@@ -126,8 +127,7 @@ def _chunks(tiles: list[tuple[int, int, int]], most: int, device: torch.device) 
 
 def upload(numbers: Sequence[Sequence[int]], device: torch.device) -> Tensor:
     """Host numbers as an int32 tensor on a device, without waiting for it."""
-    tensor = torch.tensor(numbers, dtype=torch.int32)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    return transfer.upload(torch.tensor(numbers, dtype=torch.int32), device)
 
 
 def at_least(least: int, number: int) -> int:

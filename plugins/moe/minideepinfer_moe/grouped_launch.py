@@ -39,8 +39,9 @@ class Shape:
 
 
 SHAPES = (
-    Shape(average=12, tile_rows=16, box=16, tiles=0b10000000000, programs=2, registers=80, stages=(17, 10)),
-    Shape(average=80, tile_rows=96, box=32, tiles=0b11111000000, programs=1, registers=168, stages=(12, 9)),
+    Shape(average=11, tile_rows=16, box=16, tiles=0b10000000000, programs=2, registers=80, stages=(17, 10)),
+    Shape(average=44, tile_rows=64, box=32, tiles=0b11100000000, programs=2, registers=80, stages=(8, 6)),
+    Shape(average=144, tile_rows=96, box=32, tiles=0b101000000, programs=2, registers=80, stages=(6, 5)),
     Shape(average=float("inf"), tile_rows=320, box=64, tiles=0b11111, programs=1, registers=168, stages=(5, 4)),
 )
 

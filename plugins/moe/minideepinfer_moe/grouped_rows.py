@@ -15,15 +15,18 @@ PROGRAMS = 2048
 
 def sort_rows(x: Tensor, schedule: Schedule) -> Tensor:
     """`[T, K]` in token order -> `[R, K]` in expert order; rows that do not exist are not written."""
-    rows = x.new_empty(schedule.max_rows, x.shape[1])
+    width = x.shape[1]
+    head = 1 << (width.bit_length() - 1)
+    rows = x.new_empty(schedule.max_rows, width)
     sort_rows_kernel[(min(len(rows), PROGRAMS),)](
         x,
         schedule.sorted_tokens,
         schedule.expert_offsets[-1:],
         rows,
-        x.shape[1] // 32,
-        BLOCK=triton.next_power_of_2(x.shape[1]),
-        num_warps=8,
+        width // 32,
+        HEAD=head,
+        TAIL=triton.next_power_of_2(max(width - head, 16)),
+        num_warps=4,
     )
     return rows
 

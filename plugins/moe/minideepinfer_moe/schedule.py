@@ -10,7 +10,7 @@ from torch import Tensor
 
 from minideepinfer_moe.kernels.schedule import count_slots, sort_slots, sum_counts
 
-SMALL_SLOTS = 2048
+SMALL_SLOTS = 4096
 """Up to this many, every program counts all slots for itself."""
 BLOCK, TILE_ENTRIES = 128, 64
 """Slots that a program places, or entries of the tile list that it writes."""

@@ -62,8 +62,8 @@ def _random_routing(recipe: MoeRecipe, numbers: torch.Generator) -> tuple[Tensor
 def bind_run(subject: Subject, operator: Any, case: MoeCase) -> Call:
     """The experts, with routing given or not."""
     weights, metadata = operator.transform_weights(case.weights), operator.prepare(())
-    comm = subject.peer("comm", comm_problem(case.problem))
-    return lambda: operator.run(case.x, weights, comm, metadata, case.routing)
+    exchange = subject.peer("comm", comm_problem(case.problem)).prepare([len(case.x)])
+    return lambda: operator.run(case.x, weights, exchange, metadata, case.routing)
 
 
 def bind_route(subject: Subject, operator: Any, case: MoeCase) -> Call:

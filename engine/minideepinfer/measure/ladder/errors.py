@@ -7,6 +7,7 @@ as sets. Modules are those of one layer of each kind.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
@@ -51,10 +52,15 @@ def module_errors(subject: PrefillBench, reference: Reference) -> dict[str, floa
     worst: dict[str, float] = {}
     for name, error in found.items():
         module = name.rpartition(".")[2]
-        worst[module] = max(worst.get(module, 0.0), error)
+        worst[module] = largest([worst.get(module, 0.0), error])
     if len(subject.model.blocks) == reference.num_layers:
         worst["head"] = _head_error(subject, reference)
     return {module: worst[module] for module in MODULES if module in worst} | found
+
+
+def largest(errors: Iterable[float]) -> float:
+    """The largest error; NaN if one is."""
+    return max(errors, key=lambda error: (math.isnan(error), error))
 
 
 def relative_error(own: Tensor, reference: Tensor) -> float:
@@ -83,7 +89,6 @@ class _LayerErrors:
         kept: slice | Tensor = everything if narrowing is None else narrowing.kept
         self._entering = kept if layer.behind_candidate_source else everything
         self._running = kept if layer.behind_candidate_source or layer.is_candidate_source else everything
-        self._errors: dict[str, float] = {}
 
     def all(self) -> Iterator[tuple[str, float]]:
         """Module and error."""
@@ -115,7 +120,7 @@ class _LayerErrors:
         yield "attention", relative_error(own["attn.out"], self._value("attn.out")[self._running])
         references = {name: self._value(name) for name in entries if name in own}
         references["attn.window_kv"] = references["attn.window_kv"][self._running]
-        yield "entries", max(relative_error(own[name], value) for name, value in references.items())
+        yield "entries", largest(relative_error(own[name], value) for name, value in references.items())
         for module, name in (("selection", "index.topk"), ("candidates", "index.candidates")):
             if name in own:
                 yield module, missing_share(own[name], self._value(name)[self._running])
@@ -128,11 +133,8 @@ class _LayerErrors:
         block = around(block, self._value("attn.out")[self._running], self._value("ffn.out")[self._running])
         names = ("attn.in", "ffn.in", "streams_out", "next_pre_mix")
         own = self._run(names, lambda step: block.forward(HandOver(streams, pre), step))
-        rows = {"attn.in": self._entering}
-        yield (
-            "mixing",
-            max(relative_error(own[name], self._value(name)[rows.get(name, self._running)]) for name in names),
-        )
+        rows = {name: self._entering if name == "attn.in" else self._running for name in names}
+        yield "mixing", largest(relative_error(own[name], self._value(name)[rows[name]]) for name in names)
 
     def _experts(self) -> Iterator[tuple[str, float]]:
         x = self._value("ffn.in")[self._running]

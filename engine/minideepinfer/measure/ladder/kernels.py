@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,7 +15,7 @@ from minideepinfer.measure.kernels import kernel_family
 from minideepinfer.measure.kernels.bench import Entrant, own_cost
 from minideepinfer.measure.kernels.contract import Kernel, KernelFamily
 from minideepinfer.measure.ladder import KERNEL, KERNEL_BEFORE
-from minideepinfer.measure.ladder.errors import missing_share, relative_error
+from minideepinfer.measure.ladder.errors import largest, missing_share, relative_error
 from minideepinfer.measure.record import Measurement
 from minideepinfer.measure.timing import Call, time_calls
 from minideepinfer.operators import FAMILIES, OperatorRegistry, Phase
@@ -76,7 +77,10 @@ def kernel_evidence(
         timing = _Timing(family, registry, device, rates, evidence)
         for title, (kernel, recipe) in family.problems.get(preset, {}).items():
             if all(getattr(recipe, fact, None) in (None, getattr(problem, fact, None)) for fact in _PRECISION):
-                timing.add(title, kernel, replace(recipe, seed=seed), gone[0] if len(gone) == 1 else None, added)
+                try:
+                    timing.add(title, kernel, replace(recipe, seed=seed), gone[0] if len(gone) == 1 else None, added)
+                except Exception as error:  # the rung ran in the model; what its kernel lacks is told in its record
+                    evidence.notes.append(f"kernel times of {name}, {title}: {type(error).__name__}: {error}")
     return evidence
 
 
@@ -138,7 +142,11 @@ class _Timing:
             evidence.values[KERNEL + name] = times[title]
             if base in times:
                 evidence.values[KERNEL_BEFORE + name] = times[base]
-                evidence.errors[KERNEL + name] = max(_errors(outputs[title], outputs[base]), default=0.0)
+                error = largest(_errors(outputs[title], outputs[base]))
+                if math.isfinite(error):
+                    evidence.errors[KERNEL + name] = error
+                else:
+                    evidence.notes.append(f"kernel {name}: its outputs and those of {base} have no finite difference")
 
 
 def _errors(own: Outputs, base: Outputs) -> Iterator[float]:

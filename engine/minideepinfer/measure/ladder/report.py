@@ -89,9 +89,7 @@ def _rungs(records: Sequence[Record]) -> str:
                 record.name,
                 record.problem.get("says", ""),
                 base.name if base else "",
-                f"{number(step.median)} ± {step.spread / 2:.1%}"
-                if step.repeats > 1
-                else f"{number(step.median)} (once)",
+                f"{number(step.median)} " + (f"± {step.spread / 2:.1%}" if step.repeats > 1 else "(once)"),
                 f"{record.values['tokens_per_second'].median:,.0f}{_layers(record, records)}",
                 _ratio(record, records[0]),
                 _ratio(record, base),
@@ -99,17 +97,8 @@ def _rungs(records: Sequence[Record]) -> str:
                 largest_error(record),
             ]
         )
-    heads = [
-        "rung",
-        "what is new",
-        "builds on",
-        "step, ms",
-        "tokens/s",
-        "× first",
-        "× before",
-        "× floor",
-        "largest error",
-    ]
+    heads = ["rung", "what is new", "builds on", "step, ms", "tokens/s", "× first", "× before", "× floor"]
+    heads.append("largest error")
     return _table(heads, rows, numbers=range(3, 9)) + (
         "\n\n± is half of the distance between the 20th and 80th percentile. `× before` is the speed against the rung "
         "that it builds on; no ratio stands where layers differ. `× floor` is the step over the sum of its stages' "
@@ -247,8 +236,7 @@ _ABOUT_ERRORS = (
     "inputs, entries, selection, candidates and routing. Norm of the difference over the norm, at the worst of the "
     "layers looked at, one of each kind (the rows `layer L` are theirs, for what the whole block adds to the streams); "
     "for selection, candidates and routing, free in this comparison, the share of the first rung's choices that are "
-    "missing. "
-    "The column of the first rung is the same comparison of its own repetition."
+    "missing. The column of the first rung is the same comparison of its own repetition."
 )
 
 
@@ -296,6 +284,11 @@ def _conditions(records: Sequence[Record]) -> str:
         lines.append(f"- rates of the same session: {', '.join(f'{k} {v:.4g}' for k, v in first.rates.items())}")
     steps = ", ".join(f"{record.name} {record.values['step'].repeats}" for record in records)
     lines.append(f"- measured steps: {steps}")
+    if all("peak_memory" in record.values for record in records):
+        peaks = [record.values["peak_memory"].median / 2**30 for record in records]
+        lines.append(
+            f"- peak memory of a rung {min(peaks):.1f} to {max(peaks):.1f} GiB, what the ladder keeps included"
+        )
     lines += [f"- {note}" for note in dict.fromkeys(note for record in records for note in record.notes)]
     return "\n".join(lines)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,7 +14,7 @@ from minideepinfer.measure.ladder.file import Ladder, Rung
 from minideepinfer.measure.ladder.kernels import KernelEvidence, kernel_evidence
 from minideepinfer.measure.ladder.reference import Reference, record_reference
 from minideepinfer.measure.prefill import PRESETS, PrefillBench, PrefillProblem, measure_prefill
-from minideepinfer.measure.rank import rank_setup
+from minideepinfer.measure.rank_shape import rank_setup
 from minideepinfer.measure.rates import measured_rates
 from minideepinfer.measure.record import Record
 from minideepinfer.measure.step_report import BETWEEN_KERNELS
@@ -88,7 +89,10 @@ class _Session:
         self._progress("measuring kernels")
         kernels = self._kernels(self._plans[rung.builds_on], plan) if rung.builds_on else KernelEvidence()
         self._progress("measuring errors")
-        return self._of_ladder(record, rung, module_errors(self._bench, self._reference), kernels)
+        errors = module_errors(self._bench, self._reference)
+        if odd := [name for name, error in errors.items() if not math.isfinite(error)]:
+            raise OperatorError(f"not finite on what the first rung computed: {', '.join(odd)}")
+        return self._of_ladder(record, rung, errors, kernels)
 
     def _kernels(self, before: Plan, after: Plan) -> KernelEvidence:
         rank, ladder = self._bench.rank, self._ladder

@@ -76,6 +76,11 @@ class EpilogueRecipe:
     decode: bool = False
     seed: int = 0
 
+    @property
+    def problem(self) -> EpilogueProblem:
+        """What the operator is told."""
+        return _problem(self.dtype, self.decode, self.width, 2 * self.pairs)
+
     def build(self) -> EpilogueCase:
         """The call."""
         generator = torch.Generator().manual_seed(self.seed)
@@ -95,7 +100,7 @@ class EpilogueRecipe:
             )
         angles = normal(self.tokens, self.pairs) * 3
         return EpilogueCase(
-            problem=_problem(dtype, self.decode, self.width, 2 * self.pairs),
+            problem=self.problem,
             x=(x * self.amplitude).to(dtype),
             norm_weight=normal(self.width) if self.norm else None,
             cos=angles.cos() if self.pairs else None,
@@ -152,6 +157,11 @@ class InjectRecipe:
     decode: bool = False
     seed: int = 0
 
+    @property
+    def problem(self) -> EpilogueProblem:
+        """What the operator is told."""
+        return _problem(self.dtype, self.decode, self.width, 0)
+
     def build(self) -> InjectCase:
         """The call."""
         generator = torch.Generator().manual_seed(self.seed)
@@ -160,13 +170,13 @@ class InjectRecipe:
         values = torch.randn(self.tokens, self.streams + 1, self.width, generator=generator)
         values[:, :-1] = values[:, :-1] * (1 - abs(self.alike)) + x * self.alike
         return InjectCase(
-            problem=_problem(dtype, self.decode, self.width, 0),
+            problem=self.problem,
             streams=(x * self.amplitude).to(dtype),
             values=values.to(dtype),
             weight=torch.rand(self.streams, self.width, generator=generator) * 2,
         )
 
 
-def _problem(dtype: torch.dtype, decode: bool, width: int, rope_dim: int) -> EpilogueProblem:
-    phase = Phase.DECODE if decode else Phase.PREFILL
-    return EpilogueProblem(**facts(dtype, phase), widths=(width,), rope_dim=rope_dim, rms_norm_eps=1e-20)
+def _problem(dtype: str, decode: bool, width: int, rope_dim: int) -> EpilogueProblem:
+    shared = facts(getattr(torch, dtype), Phase.DECODE if decode else Phase.PREFILL)
+    return EpilogueProblem(**shared, widths=(width,), rope_dim=rope_dim, rms_norm_eps=1e-20)

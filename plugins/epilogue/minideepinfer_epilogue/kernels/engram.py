@@ -3,6 +3,8 @@
 A program has one stream of a token in registers, BH channels at a time, while its product with the key and both mean
 squares are summed; then the value, which S programs share in L2, goes through the gate. Streams and keys are read once
 and streams written once: the floor, with one value for S streams.
+
+S = 4, 5120 channels, T = 4096 in bfloat16 on one H200: 0.177 ms (545 MB, floor 0.127 at 4.28 TB/s).
 """
 
 # ruff: noqa: RUF005 (Triton knows no starred tuples)

@@ -4,6 +4,9 @@ A program has ROWS rows of at most BD channels in registers, reads them once and
 row if there is a norm, the last ones alone (TAIL) if nothing else changes, or a group if there is only rounding. Pairs
 of neighbours lie in one thread, a group in neighbouring lanes; programs share nothing. The floor is reading and writing
 these channels.
+
+T = 4096 in bfloat16, one H200 (floor at 4.27 TB/s): the last 64 of 512 channels of 64 heads 0.025 ms (0.016), 32 heads
+of 128 to MXFP4 0.027 (0.016), rows of 5120 to FP8 0.027 (0.020), norm of 1280 channels 0.012 (0.005).
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ def consume(
     With two PARTS heads of the first rows are summed while the other rows' products run.
     """
     head_weights, num_heads, lengths, table, key_scales = inputs
-    key_smem, q_smem, full, empty, turn = shared
+    key_smem, q_smem, q_full, full, empty = shared
     row0, num_rows, _local = rows
     PART: gl.constexpr = ROWS // PARTS
     product: gl.constexpr = gl.NVMMADistributedLayout(
@@ -51,24 +51,23 @@ def consume(
         here = part * PART + slot
         its_lengths = its_lengths + (gl.load(lengths + row0 + here, mask=here < num_rows, other=0),)
         weights = weights + (_weights(head_weights, num_heads, row0, num_rows, part * PART, PART, HEADS, product),)
-    mbarrier.wait(turn.index(2), 0)
+    if SCALED:
+        key_scales += gl.load(table) * ENTRIES  # the request's pages follow each other: no look-up before each product
+    mbarrier.wait(q_full, 0)
 
     stage = number
     phase = 0
-    mine = 1 - number
     for begin in range(start + number * ENTRIES, stop, 2 * ENTRIES):
         key_scale = 1.0
         if SCALED:
             place = gl.arange(0, ENTRIES, gl.SliceLayout(1, gl.SliceLayout(2, summed)))
-            key_scale = gl.load(key_scales + gl.load(table + begin // ENTRIES) * ENTRIES + place)
+            key_scale = gl.load(key_scales + begin + place)
         mbarrier.wait(full.index(stage), phase)
-        mbarrier.wait(turn.index(number), mine)
         started = ()
         for part in gl.static_range(PARTS):
             started = started + (
                 _multiply(key_smem, q_smem, stage, part * PART * HEADS, key_layout, product, ENTRIES, PART * HEADS),
             )
-        mbarrier.arrive(turn.index(1 - number))
         for part in gl.static_range(PARTS):
             products = warpgroup_mma_wait(PARTS - 1 - part, deps=[started[part]])
             if part == PARTS - 1:
@@ -90,7 +89,6 @@ def consume(
                 WITH_TOPS,
                 SCALED,
             )
-        mine ^= 1
         stage += 2
         if stage >= STAGES:
             stage -= STAGES

@@ -70,15 +70,14 @@ def score_kernel(
     q_smem = gl.allocate_shared_memory(keys.dtype, [SLABS, ROWS, HEADS, SLAB], queries.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    turn = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())  # the third: queries are there
+    q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=1)
-    for event in gl.static_range(3):
-        mbarrier.init(turn.index(event), count=1)
+    mbarrier.init(q_full, count=1)
     fence_async_shared()
     rows = (row0, num_rows, row0 - first_row)
-    shared = (key_smem, q_smem, full, empty, turn)
+    shared = (key_smem, q_smem, q_full, full, empty)
     inputs = (head_weights, num_heads, lengths, table, key_scales)
     outputs = (scores, maxima, tops, width)
     # fmt: off
@@ -99,16 +98,16 @@ def score_kernel(
 @gluon.jit
 def _produce(queries, keys, table, page_shift, row0, start, stop, shared, ENTRIES: gl.constexpr, STAGES: gl.constexpr):
     """Bring the queries, then the keys; past the range its last box comes again."""
-    key_smem, q_smem, full, empty, turn = shared
+    key_smem, q_smem, q_full, full, empty = shared
     BOX: gl.constexpr = keys.block_shape[0]
     SLAB: gl.constexpr = keys.block_shape[1]
     LAYOUT: gl.constexpr = keys.layout
     BOXES: gl.constexpr = ENTRIES // BOX
     SLABS: gl.constexpr = q_smem.shape[0]
     BYTES: gl.constexpr = keys.dtype.primitive_bitwidth // 8
-    mbarrier.expect(turn.index(2), q_smem.numel * BYTES)
+    mbarrier.expect(q_full, q_smem.numel * BYTES)
     for slab in gl.static_range(SLABS):
-        load_box(queries, [row0, 0, slab * SLAB], turn.index(2), q_smem.index(slab))
+        load_box(queries, [row0, 0, slab * SLAB], q_full, q_smem.index(slab))
     last = (stop - 1) // BOX * BOX
     stage = 0
     phase = 1

@@ -5,7 +5,8 @@ another block, the best entries of those k blocks would all precede it. So a row
 entries among those blocks' entries, and reads nothing else of the row. Numbers to choose among are in registers; a
 threshold is found by bisection of their order; the row of the result holds each level's choice in turn.
 Floor at 4096 rows x 65536 scores: 0.05 ms (maxima and chosen blocks), one read of all scores would be 0.26 ms.
-Measured on one H200: 512 entries 0.35 ms, 2048 blocks 0.27 ms (torch.topk 3.11 ms); bound by barriers of the bisection.
+Measured on one H200: 512 entries 0.35 ms, 2048 blocks 0.27 ms (torch.topk 3.11 ms). By its counters the integer
+pipe is busy 84 % of the time (the comparisons of the bisection); barriers are 6 % of the stalls.
 """
 
 import triton

@@ -12,14 +12,18 @@ from minideepinfer.triton_formats import qdq_fp8
 
 
 @triton.jit(do_not_specialize=["groups"])
-def sort_rows_kernel(x_ptr, tokens_ptr, num_rows_ptr, out_ptr, groups, BLOCK: tl.constexpr):
-    """Row i of the result is row `tokens[i]` of x, for the first `num_rows[0]` rows of `32 groups`."""
+def sort_rows_kernel(
+    x_ptr, tokens_ptr, num_rows_ptr, out_ptr, groups, HEAD: tl.constexpr, TAIL: tl.constexpr
+):  # fmt: skip
+    """Row i of the result is row `tokens[i]` of x, for the first `num_rows[0]` rows of `32 groups`, HEAD + TAIL."""
     num_rows = tl.load(num_rows_ptr)
-    columns = tl.arange(0, BLOCK)
     width = (groups * 32).to(tl.int64)
+    head, tail = tl.arange(0, HEAD), HEAD + tl.arange(0, TAIL)
     for row in range(tl.program_id(0), num_rows, tl.num_programs(0)):
-        x = tl.load(x_ptr + tl.load(tokens_ptr + row) * width + columns, mask=columns < width)
-        tl.store(out_ptr + row * width + columns, x, mask=columns < width)
+        source, target = x_ptr + tl.load(tokens_ptr + row) * width, out_ptr + row * width
+        first, last = tl.load(source + head), tl.load(source + tail, mask=tail < width)
+        tl.store(target + head, first)
+        tl.store(target + tail, last, mask=tail < width)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Sorting of routed rows by expert, in one launch (up to 2048 slots) or three, without a word to the host.
+"""Sorting of routed rows by expert, in one launch (up to 4096 slots) or three, without a word to the host.
 
 A slot is one entry of `topk_ids [T, k]`, numbered t * k + j. Program b places the BLOCK slots that it owns: where an
 expert's rows start and how many of them earlier blocks hold follows from histograms (of the ids themselves, or of all
@@ -7,7 +7,7 @@ a slot, by comparing all pairs of the block in registers. Slot order is kept wit
 of the ids alone. Programs behind the last block write the tile list.
 
 Floor: a launch, and the chain of loads in a program. Measured on one H200 (96 of 384 experts local, top-6): 0.009 ms
-for up to 341 tokens, 0.017 for 4096, 0.030 for 16384.
+for up to 341 tokens, 0.013 for 512, 0.017 for 4096, 0.030 for 16384.
 """
 
 import triton

@@ -90,9 +90,9 @@ def test_any_number_of_ranges(programs: int) -> None:
 def test_few_rows_of_many_heads_share_them_out() -> None:
     recipe = AttentionRecipe(BatchRecipe((1, 1), (70, 9)), "bfloat16", 40, 256, 4, 20, 1, 30, sink=1.0)
     checked, case = subject("indexed"), recipe.build()
-    checked.operator(case).programs = 6
-    assert row_tile(2, 6, 40, 256, torch.bfloat16)["BLOCK_H"] == 16
-    assert row_tile(3, 6, 40, 256, torch.bfloat16)["BLOCK_H"] == 64
+    checked.operator(case).programs = 12
+    assert row_tile(2, 12, 40, 256, torch.bfloat16)["BLOCK_H"] == 16
+    assert row_tile(3, 12, 40, 256, torch.bfloat16)["BLOCK_H"] == 64
     matches_reference(checked, case)
 
 

@@ -11,12 +11,13 @@ from unittest import mock
 
 import pytest
 import torch
-from minideepinfer import ConfigError, EngineConfig, RankError
+from minideepinfer import LLM, ConfigError, EngineConfig, RankError
+from minideepinfer.checkpoint import Checkpoint
 from minideepinfer.runtime import world as worlds
-from minideepinfer.runtime.agreement import agree
+from minideepinfer.runtime.agreement import agree, facts
 from minideepinfer.runtime.problems import resolve_device
 from minideepinfer.runtime.world import World, _Ranks, join
-from rank_worlds import free_port
+from rank_worlds import free_port, rank_variables
 
 
 def run(size: int, work: Callable[[World], Any], timeout: float = 20.0, missing: int = 0) -> list[Any]:
@@ -135,10 +136,23 @@ def test_ranks_that_agree_go_on_and_others_do_not() -> None:
     assert [str(error).startswith(message) for error in found] == [True] * 3
 
 
+def test_versions_device_checkpoint_and_operators_are_compared() -> None:
+    with LLM("tiny", EngineConfig(device="cpu")) as llm, Checkpoint.open("tiny") as checkpoint:
+        runner = llm.engine.runner
+        found = facts(runner.engine_config, checkpoint, runner.plan, runner.device)
+    assert found["version of torch"] == torch.__version__
+    assert found["device"] == ("cpu", None)
+    assert found["config.cache.num_pages"] == 1024
+    assert found["operator of comm, decode"].startswith("single (mini-deepinfer ")
+    assert len([name for name in found if name.startswith("operator of moe, layer 3")]) == 2
+    assert len(found["fingerprint of the checkpoint"]) == 16
+
+
 @pytest.mark.parametrize(("size", "expert"), [("", 2), ("1", 4), ("2", 1), ("2", 4)])
 def test_another_number_of_processes_is_refused_with_what_would_fit(size: str, expert: int) -> None:
     config = EngineConfig(parallel={"expert": expert, "timeout_seconds": 1}).parallel
-    with mock.patch.object(worlds, "_Ranks", lambda *_: World()), mock.patch.dict(os.environ, {"RANK": "0"}):
+    with mock.patch.object(worlds, "_Ranks", lambda *_: World()), mock.patch.dict(os.environ, rank_variables(0, 2, 1)):
+        del os.environ["WORLD_SIZE"]
         if size:
             os.environ["WORLD_SIZE"] = size
         with pytest.raises(
@@ -146,6 +160,11 @@ def test_another_number_of_processes_is_refused_with_what_would_fit(size: str, e
         ):
             join(config)
         os.environ.pop("WORLD_SIZE", None)
+
+
+def test_half_of_torchruns_variables_are_refused() -> None:
+    with mock.patch.dict(os.environ, {"WORLD_SIZE": "2", "RANK": "0"}), pytest.raises(ConfigError, match="MASTER_ADDR"):
+        join(EngineConfig(parallel={"expert": 2}).parallel)
 
 
 def test_one_device_is_not_for_several_ranks() -> None:

@@ -53,8 +53,8 @@ def rank_summaries(config: ModelConfig, ranks: int) -> list[Summary]:
 def memory_summaries(config: ModelConfig, ranks: int, dtype: str) -> list[Summary]:
     """What the weights of each rank take in memory, as they are loaded, before operators transform their own.
 
-    Experts, tables, embedding and gate stay as stored; FP8 matrices are decoded to the compute dtype; head, norms, mHC
-    and small vectors become float32 (as `minideepinfer.model.load` does).
+    Experts, tables, embedding and gate stay as stored; all other matrices have the compute dtype; norms, mHC and small
+    vectors become float32 (as `minideepinfer.model.load` does).
 
     Args:
         config: of the checkpoint.
@@ -64,9 +64,8 @@ def memory_summaries(config: ModelConfig, ranks: int, dtype: str) -> list[Summar
     Raises:
         ConfigError: the routed experts cannot be divided evenly.
     """
-    pooled = {f"layers.{layer.layer_id}." for layer in config.text_config.layers if layer.compress_ratio > 1}
     size = {"float32": 4, "bfloat16": 2}[dtype]
-    return _of_ranks(config, ranks, lambda spec: _loaded_bytes(spec, size, pooled))
+    return _of_ranks(config, ranks, lambda spec: _loaded_bytes(spec, size))
 
 
 def _of_ranks(config: ModelConfig, ranks: int, nbytes: Callable[[TensorSpec], int]) -> list[Summary]:
@@ -93,15 +92,13 @@ def _ordered(kinds: dict[str, Total]) -> dict[str, Total]:
     return {kind: kinds[kind] for kind in KINDS if kind in kinds}
 
 
-def _loaded_bytes(spec: TensorSpec, size: int, pooled: set[str]) -> int:
-    elements, layer = math.prod(spec.shape), ".".join(spec.name.split(".")[:2]) + "."
+def _loaded_bytes(spec: TensorSpec, size: int) -> int:
+    elements = math.prod(spec.shape)
     if spec.kind in ("experts", "embedding") or spec.name.endswith(".gate.weight"):
         return spec.nbytes
-    if spec.dtype == "F8_E8M0":  # is in the decoded weight
+    if spec.dtype == "F8_E8M0" or spec.name.endswith(".engram.k_weight"):  # is in the decoded weight, or in q_weight
         return 0
-    if spec.dtype == "F8_E4M3" or spec.kind == "indexer":
-        return elements * size
-    if spec.kind == "compressor" and spec.name.endswith("wkv.weight") and layer not in pooled:
+    if spec.dtype == "F8_E4M3" or spec.kind in ("head", "indexer", "compressor"):
         return elements * size
     return elements * 4
 

@@ -7,11 +7,14 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+import torch
+
 from minideepinfer.checkpoint import Checkpoint
 from minideepinfer.config import EngineConfig
 from minideepinfer.errors import RankError
 from minideepinfer.operators import Phase
 from minideepinfer.operators.plan import Plan
+from minideepinfer.runtime.problems import device_capability
 from minideepinfer.runtime.world import World
 
 LIBRARIES = ("mini-deepinfer", "torch", "triton", "numpy", "tokenizers")
@@ -21,12 +24,13 @@ MAX_DIFFERENCES = 5
 """Differences that one error spells out; the rest are counted."""
 
 
-def facts(config: EngineConfig, checkpoint: Checkpoint, plan: Plan) -> dict[str, Any]:
-    """What must be the same on all ranks, flat: settings, versions, the checkpoint's headers, the plan of operators."""
+def facts(config: EngineConfig, checkpoint: Checkpoint, plan: Plan, device: torch.device) -> dict[str, Any]:
+    """What must be the same on all ranks, flat: settings, versions, device, checkpoint, plan of operators."""
     libraries = {f"version of {name}": _version(name) for name in LIBRARIES}
     return {
         "version of Python": platform.python_version(),
         **libraries,
+        "device": (device.type, device_capability(device)),
         **dict(_flat("config", config.model_dump())),
         "fingerprint of the checkpoint": checkpoint.fingerprint(),
         **{f"operator of {_place(*key)}": planned.title for key, planned in plan.operators.items()},

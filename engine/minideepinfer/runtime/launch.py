@@ -18,7 +18,7 @@ _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 def is_rank() -> bool:
     """Whether this process was started as one of several ranks."""
-    return "WORLD_SIZE" in os.environ
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
 def launch(arguments: Sequence[str], num_processes: int) -> int:

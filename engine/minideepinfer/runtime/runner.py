@@ -101,16 +101,17 @@ class Runner:
             self.config = checkpoint.config
             setup = Setup.of(self.config, engine_config, registry)
             self.plan, self.device = setup.plan, setup.device
-            agree(self.world, facts(engine_config, checkpoint, self.plan))
+            agree(self.world, facts(engine_config, checkpoint, self.plan, self.device))
             self.tokenizer = load_tokenizer(checkpoint.path, self.config)
             self.engram_hash = EngramHash(self.config, self.tokenizer.backend, self.device)
             part = Partition(self.world.rank, self.world.size)
             weights = WeightLoader(checkpoint, setup.dtype, self.device, engine_config.engram, part).load(progress)
             self.skipped_bytes = checkpoint.summary.skipped.bytes
             self.bytes_read = checkpoint.bytes_read
-        self.world.exchange("loaded", patient=True)  # or the first step would wait for those that still read
+        self.world.exchange("loaded", patient=True)  # what follows waits for others no longer than a step does
         self.world.connect(self.device)
         self.cache, self.model = setup.build(weights, self.clock, keep_weights=keep_weights)
+        self.world.exchange("ready", patient=True)
 
     @property
     def page_tokens(self) -> int:

@@ -93,6 +93,8 @@ def join(config: ParallelConfig) -> World:
     if size == 1:
         _check_size(config, 1)
         return World()
+    if missing := [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
+        raise ConfigError(f"WORLD_SIZE is {size}, but {', '.join(missing)} is not set; torchrun sets all of them")
     world = _Ranks(int(os.environ["RANK"]), size, config.timeout_seconds)
     with world.together():
         _check_size(config, size)
@@ -152,16 +154,17 @@ class _Ranks(World):
     def connect(self, device: torch.device) -> None:
         if dist.is_initialized():
             raise MiniDeepInferError("torch.distributed is initialised already; an LLM of several ranks does it itself")
-        backend = "gloo"
+        backend, bound = "gloo", None
         if device.type == "cuda":
             torch.cuda.set_device(device)
-            backend = "cpu:gloo,cuda:nccl"
+            backend, bound = "cpu:gloo,cuda:nccl", device
         dist.init_process_group(
             backend,
             store=PrefixStore(f"{self._prefix}/group", self._connection()),
             rank=self.rank,
             world_size=self.size,
             timeout=timedelta(seconds=self._watch.patience),
+            device_id=bound,
         )
 
     def broadcast(self, value: T) -> T:

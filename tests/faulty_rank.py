@@ -16,7 +16,7 @@ from minideepinfer import LLM, EngineConfig, MiniDeepInferError, RankError
 from minideepinfer.checkpoint.verify import directory_of
 from minideepinfer.runtime.runner import Runner
 
-TIMEOUT = 10.0
+TIMEOUT = 15.0
 
 
 def raises(*_: Any) -> None:

@@ -17,8 +17,10 @@ from minideepinfer.testing.tensors import same_bits
 from minideepinfer_comm.single import SingleComm
 from minideepinfer_moe import fused, naive
 from minideepinfer_moe.grouped import GroupedProducts
-from minideepinfer_moe.grouped_pack import LARGEST_EXPONENT, WIDEST_ROW, GroupedMatrix, pack_grouped
+from minideepinfer_moe.grouped_launch import SHAPES, Shape
+from minideepinfer_moe.grouped_pack import LARGEST_EXPONENT, WIDEST_ROW, GroupedExperts, GroupedMatrix, pack_grouped
 from minideepinfer_moe.grouped_rows import encode_rows
+from minideepinfer_moe.kernels.grouped import SIZES as kernel_sizes
 from minideepinfer_moe.kernels.grouped_assembly import bf16_assembly, fp8_assembly
 from minideepinfer_moe.products import Exponents, choose, measure
 from minideepinfer_moe.schedule import make_schedule
@@ -142,7 +144,8 @@ def test_exponents_are_measured_by_row() -> None:
 def test_products_are_chosen_by_what_they_decode(quantization: str, largest: int, widest: int, expected: str) -> None:
     case = MoeRecipe(2, "bfloat16", quantization, 128, 128).build()
     products = choose(case.problem, Exponents(largest, widest))
-    found = ("fp8" if products._fp8 else "bf16") if isinstance(products, GroupedProducts) else "plain"
+    packed = products.pack(case.weights.experts)
+    found = ("fp8" if packed.fp8 else "bf16") if isinstance(packed, GroupedExperts) else "plain"
     assert found == expected
     assert not isinstance(choose(replace(case.problem, hidden_size=96), Exponents(100, 0)), GroupedProducts)
 
@@ -191,6 +194,14 @@ def test_what_is_not_finite_does_not_become_a_number(value: float, quantization:
     assert wrong[1].isnan().all() and right.isfinite().all()
     assert same_bits(wrong[[0, 2]], right[[0, 2]])
     assert case.run(naive.build(context(case.problem)), SingleComm())[1].isnan().all()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_number_of_rows_has_a_tile_size(shape: Shape) -> None:
+    """A tile that no size takes would be copied and never multiplied: the kernel would wait for ever."""
+    sizes = [sum(size) for i, size in enumerate(kernel_sizes) if shape.tiles >> i & 1]
+    assert max(sizes) == shape.tile_rows and shape.tile_rows % shape.box == 0
+    assert SHAPES[-1].average == float("inf")
 
 
 COMPILE = """

@@ -96,6 +96,8 @@ class Rank:
             if moe_choice(before.plan, block.layer.layer_id) == moe_choice(self.setup.plan, block.layer.layer_id)
         }
         del self.model  # a rank has no room for experts in two forms
+        if self.setup.device.type == "cuda":
+            torch.cuda.empty_cache()  # nor for the holes that other sizes would leave
         layers = [
             weights if layer_id in made else replace(weights, moe=self._maker.moe(layer_id))
             for layer_id, weights in enumerate(self._weights.layers[:num_layers])
@@ -218,10 +220,6 @@ class Rank:
             f"{len(self.model.blocks)} of {self.config.num_hidden_layers} layers, {weights}, random cache, "
             f"{self.shape.engram_fraction:.3g} of the rank's Engram rows"
         )
-
-    def close(self) -> None:
-        """Let the other ranks go."""
-        self.world.close()
 
     def synchronize(self) -> None:
         """Wait for the device."""

@@ -136,9 +136,12 @@ class DirectAttention:
 
 
 def row_tile(num_tokens: int, programs: int, num_heads: int, head_dim: int, dtype: torch.dtype) -> dict[str, Any]:
-    """`head_tile`; few rows have 16 heads in a large tile, so that more programs share their work, without spills."""
+    """`head_tile`; few rows have 16 heads in a large tile, so that more programs share their work, without spills.
+
+    Few are those whose keys are still split among two programs at least.
+    """
     tile = head_tile(num_heads, head_dim, dtype)
-    if tile["num_warps"] == 8 and num_tokens * triton.cdiv(num_heads, 16) <= programs:
+    if tile["num_warps"] == 8 and 2 * num_tokens * triton.cdiv(num_heads, 16) <= programs:
         tile["BLOCK_H"] = 16
     return tile
 

@@ -17,7 +17,7 @@ from minideepinfer_attention.sparse import SparseAttention, SparseMetadata
 from minideepinfer_attention.tiles import suits_gluon
 from minideepinfer_attention.window import LARGEST_WINDOW, WindowAttention
 
-MANY_ROWS = 32
+MANY_ROWS = 17
 """From here on a program for each row is faster than splitting keys, on one H200."""
 
 

@@ -85,7 +85,7 @@ def window_buffer(new: Tensor, ring: Tensor, layout: WindowLayout) -> Tensor:
     size, dim = layout.positions.shape[0], new.shape[1]
     buffer = new.new_empty(size, dim)
     if size:
-        block = 1024
+        block = 256
         window_buffer_kernel[(triton.cdiv(size * dim // 8, block),)](
             buffer,
             new,

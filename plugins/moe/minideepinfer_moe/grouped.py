@@ -3,13 +3,12 @@
 Stands beside `experts` (see `products`) for bfloat16 and widths that are multiples of 128. Interpreted, a twin of
 the kernel computes the same.
 
-Measured on one H200 (2026-11-30, torch 2.11, Triton 3.6, L2 cold, cuBLAS bf16 8192^3 at 796 TFLOP/s in the same run),
-96 of 384 experts, hidden 5120, inner 2304, gate_up + down, ms:
+Measured on one H200 (2026-11-30, torch 2.11, Triton 3.6, L2 cold, cuBLAS bf16 8192^3 at 770 TFLOP/s in the same run),
+96 of 384 experts, hidden 5120, inner 2304, gate_up + down with sorting or encoding of rows, ms:
 
-    24,632 rows (T = 16384): bfloat16 2.18 + 1.10 (another run 2.12 + 1.05), FP8 1.62 + 0.73; arithmetic alone 2.19
-     6,132 rows (T = 4096):  bfloat16 0.89 + 0.46, FP8 0.62 + 0.35; arithmetic alone 0.55, weights alone 0.42
-
-What binds is copying rows from L2 to shared memory: without copies gate_up takes 1.64 (bfloat16) and 1.10 (FP8).
+    24.6k rows (T = 16384): bfloat16 1.80 + 0.83, FP8 1.32 + 0.70; arithmetic alone 2.27 (bfloat16)
+     6.1k rows (T = 4096):  bfloat16 0.75 + 0.36, FP8 0.52 + 0.29; weights alone 0.42
+      768 rows (T = 512):   bfloat16 0.46 + 0.24, FP8 0.32 + 0.18; weights alone 0.42
 """
 
 from __future__ import annotations

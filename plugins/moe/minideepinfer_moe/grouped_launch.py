@@ -39,10 +39,10 @@ class Shape:
 
 
 SHAPES = (
-    Shape(average=11, tile_rows=16, box=16, tiles=0b10000000000, programs=2, registers=80, stages=(17, 10)),
-    Shape(average=44, tile_rows=64, box=32, tiles=0b11100000000, programs=2, registers=80, stages=(8, 6)),
-    Shape(average=144, tile_rows=96, box=32, tiles=0b101000000, programs=2, registers=80, stages=(6, 5)),
-    Shape(average=float("inf"), tile_rows=320, box=64, tiles=0b11111, programs=1, registers=168, stages=(5, 4)),
+    Shape(average=11, tile_rows=16, box=16, tiles=0b100000000, programs=3, registers=56, stages=(10, 6)),
+    Shape(average=44, tile_rows=64, box=32, tiles=0b111000000, programs=2, registers=80, stages=(8, 6)),
+    Shape(average=144, tile_rows=96, box=32, tiles=0b001100000, programs=2, registers=80, stages=(6, 5)),
+    Shape(average=float("inf"), tile_rows=320, box=64, tiles=0b000011111, programs=1, registers=168, stages=(5, 4)),
 )
 
 
@@ -95,7 +95,8 @@ def launch(
     shape = next(shape for shape in SHAPES if shape.tile_rows == schedule.tile_rows)
     processors = torch.cuda.get_device_properties(x.device).multi_processor_count
     grouped_kernel[(processors * shape.programs,)](
-        *_descriptors(x, matrix, shape.box),
+        _boxes_of_rows(x, shape.box),
+        *matrix.boxes,
         *tensors,
         schedule.max_tiles,
         limit,
@@ -114,18 +115,11 @@ def launch(
     return out
 
 
-def _descriptors(x: Tensor, matrix: GroupedMatrix, box: int) -> tuple[Any, Any, Any]:
-    """Rows in boxes of 128 bytes, swizzled for `wgmma`; words and exponents in boxes of one stage, as they lie."""
+def _boxes_of_rows(x: Tensor, box: int) -> Any:
+    """Descriptor of `box` rows and 128 bytes at a time, swizzled as `wgmma` reads them."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    codes = x.dtype is torch.uint8
-    rows, parts = (x.view(torch.float8_e4m3fn), 2) if codes else (x, 1)
-    swizzled, plain = gl.NVMMASharedLayout(128, 16 // parts, 2), gl.NVMMASharedLayout(0, 32, 2)
-    words = matrix.words.view(-1, 256)
-    exponents = matrix.exponents.flatten().view(torch.int32).view(-1, 64 * parts)
-    return (
-        TensorDescriptor.from_tensor(rows, [box, 64 * parts], swizzled),
-        TensorDescriptor.from_tensor(words, [4 * parts, 256], plain),
-        TensorDescriptor.from_tensor(exponents, [1, 64 * parts], plain),
-    )
+    if x.dtype is torch.uint8:
+        return TensorDescriptor.from_tensor(x.view(torch.float8_e4m3fn), [box, 128], gl.NVMMASharedLayout(128, 8, 2))
+    return TensorDescriptor.from_tensor(x, [box, 64], gl.NVMMASharedLayout(128, 16, 2))

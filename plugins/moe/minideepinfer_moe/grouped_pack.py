@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
 from minideepinfer.operators import PackedExperts
@@ -46,6 +48,19 @@ class GroupedMatrix:
     words: Tensor
     exponents: Tensor
     row_scales: Tensor
+
+    @cached_property
+    def boxes(self) -> tuple[Any, Any]:
+        """Descriptors of words and exponents for the copy engine, in boxes of one stage, as they lie."""
+        from triton.experimental.gluon import language as gl
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+        parts, plain = self.words.shape[-2] // 2, gl.NVMMASharedLayout(0, 32, 2)
+        exponents = self.exponents.flatten().view(torch.int32).view(-1, 64 * parts)
+        return (
+            TensorDescriptor.from_tensor(self.words.view(-1, 256), [4 * parts, 256], plain),
+            TensorDescriptor.from_tensor(exponents, [1, 64 * parts], plain),
+        )
 
 
 @dataclass(frozen=True, eq=False)

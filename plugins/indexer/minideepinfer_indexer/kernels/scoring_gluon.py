@@ -1,11 +1,11 @@
 """`score_kernel` of `scoring` in Gluon, for Hopper: the same tiles, in an order of their own.
 
 Tiling: a program takes up to 8 rows x 32 heads of one request and a range of its entries, 64 at a time. One warp has
-the copy engine bring queries once and keys page by page into a ring of STAGES. Two warpgroups take the tiles in turn:
-each starts its products when the other has started its own, so that one sums heads while the other's products run.
+the copy engine bring queries once and keys page by page into a ring of STAGES. Two warpgroups take every other tile at
+their own pace: one sums heads while the other's products run, and handing the products over in turns costs 5 %.
 Shared memory: 64 KB of queries, 16 KB a stage; registers: 64 entries x 256 columns of products and 256 head weights.
 Floor at 4096 rows x 65536 entries: 2.20 TFLOP, 2.70 ms in bf16 and 1.42 ms in fp8 at cuBLAS rates of the same run.
-Measured there on one H200: 3.13 and 2.24 ms; in longer runs, where the card throttles, 3.4 to 3.5 and 2.4 to 2.5 ms.
+Measured there on one H200: 3.17 and 2.13 ms beside cuBLAS bf16 8192^3 1.42; what binds it is in docs/findings.md.
 """
 
 from triton.experimental import gluon
@@ -52,7 +52,7 @@ def score_kernel(
     Args:
         queries: `[T, num_heads, head_dim]` in boxes `[ROWS, HEADS, channels of a slab]`.
         keys: `[num_pages * 2^page_shift, head_dim]` in boxes of one page, at most ENTRIES, and a slab; if SCALED, pages
-            hold ENTRIES and have one scale for each entry.
+            hold ENTRIES, have one scale for each entry, and those of a request follow each other.
     """
     SLAB: gl.constexpr = keys.block_shape[1]
     LAYOUT: gl.constexpr = keys.layout

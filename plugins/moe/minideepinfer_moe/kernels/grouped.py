@@ -2,13 +2,14 @@
 
 Tiling: a program computes `weights @ rows^T`, 128 outputs (gate and up rows in turn: 64 of each) times one tile of an
 expert's sorted rows, and goes on to the next tile (persistent; an expert's blocks of outputs follow one another, so its
-rows stay in L2 and its weights are read once). Two warpgroups take 64 outputs each. Rows are the right operand, so a
-tile's width is `wgmma`'s N: 16 to 320 rows by what the expert has, as one or two accumulators.
-Memory: a ring of `STAGES` holds 128 bytes of every row and the packed weights of these columns, copied by TMA in boxes
-of `BOX` rows (boxes that hold no row are left out). Weights go from there to registers, are decoded in halves of a
-stage (`grouped_decode`) and multiplied from registers, while the product of the other half is in flight: one is always
-queued. Sums stay in registers. The ring is filled with the next tile's first stages before the sums are written,
-straight from registers.
+rows stay in L2 and its weights are read once). Rows are the right operand, so a tile's width is `wgmma`'s N: 16 to 320
+rows by what the expert has, as one or two accumulators.
+Warps: one copies, eight multiply (two warpgroups, 64 outputs each). The eight are the default partition, whose
+registers ptxas counts right.
+Memory: a ring of `STAGES` holds 128 bytes of every row and the packed weights of these columns, copied by TMA, rows in
+boxes of `BOX`. Weights go from there to registers, are decoded in halves of a stage (`grouped_decode`) and multiplied
+from registers, while the product of the other half is in flight: one is always queued. Sums stay in registers and are
+written straight from there, while the ring fills with the next tile.
 Floor: arithmetic, or the weights' bytes for few rows. Measured: see `minideepinfer_moe.grouped`.
 """
 
@@ -26,18 +27,20 @@ from triton.language.core import _aggregate as aggregate
 from minideepinfer_moe.kernels.grouped_decode import decode, load_words
 from minideepinfer_moe.kernels.grouped_store import store
 
-_SIZES = (
-    *((256, 64), (256, 32), (256, 16), (256, 0), (128, 64), (128, 0)),
-    *((64, 32), (64, 16), (64, 0), (32, 0), (16, 0)),
-)
+SIZES = ((256, 64), (256, 32), (256, 16), (256, 0), (128, 64), (64, 32), (64, 0), (32, 0), (16, 0))
 """Tiles there are: rows in the first and in the second accumulator. `TILES` has a bit for each that is compiled."""
 _load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared  # before Triton 3.9
 _OLD_REINTERPRET = gl.constexpr(not hasattr(gl.shared_memory_descriptor, "reinterpret"))  # before Triton 3.9
 
 
 @gluon.constexpr_function
+def _num_sizes():
+    return len(SIZES)
+
+
+@gluon.constexpr_function
 def _size(i):
-    return _SIZES[i]
+    return SIZES[i]
 
 
 @gluon.constexpr_function
@@ -49,7 +52,7 @@ def _head(rows):
 @gluon.constexpr_function
 def _below(i, tiles):
     """Rows of the next smaller tile that is compiled."""
-    return max((sum(_SIZES[j]) for j in range(i + 1, len(_SIZES)) if tiles >> j & 1), default=0)
+    return max((sum(SIZES[j]) for j in range(i + 1, len(SIZES)) if tiles >> j & 1), default=0)
 
 
 @aggregate
@@ -239,7 +242,7 @@ def _consume(c, ring, start, total):
     slot, phase = gl.to_tensor(0), gl.to_tensor(0)
     for item in range(start, total, gl.num_programs(0)):
         first, num_rows, block = _locate(c, item)
-        for i in gl.static_range(11):
+        for i in gl.static_range(_num_sizes()):
             if c.TILES >> i & 1:  # noqa: SIM102  the outer one is decided when compiling
                 if (num_rows > _below(i, c.TILES)) & (num_rows <= _size(i)[0] + _size(i)[1]):
                     slot, phase = _tile(c, ring, slot, phase, first, num_rows, block, _size(i)[0], _size(i)[1])

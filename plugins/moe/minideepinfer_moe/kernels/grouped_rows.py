@@ -2,7 +2,8 @@
 
 A program owns row after row, which stay in registers; bound by memory. A value that went through QDQ-FP8 (spec 3.11) is
 some group's scale times an e4m3 number; relative to the row's scale it stays exact down to 2^-6, and below that it is
-off by at most 2^-10 (the row's largest value is above 224). Floor: the bytes of both. Not measured.
+off by at most 2^-10 (the row's largest value is above 224). Floor: the bytes of both. Measured for 24.6k rows on one
+H200: sorting 5120 bfloat16 columns 0.131 ms (0.118 at copy rate), encoding 0.14 to 0.15 ms (0.07).
 """
 
 import triton

@@ -78,6 +78,7 @@ def test_ids_sampling_and_stop_are_passed_on(capsys: pytest.CaptureFixture[str])
         (["--model", "/nowhere"], "/nowhere"),
         (["--set", "cache.pages=3"], "unknown key"),
         (["--ops", "attention=fast"], "fast"),
+        (["--nproc", "2", "--set", "parallel.expert=4"], "--nproc is 2, but the engine config asks for 4 ranks"),
     ],
 )
 def test_mistakes_give_a_message_and_exit_code_1(
@@ -89,7 +90,10 @@ def test_mistakes_give_a_message_and_exit_code_1(
     assert "Traceback" not in err
 
 
-@pytest.mark.parametrize("arguments", [["--ids", "1,x"], ["text", "--ids", "1"], ["--max-tokens", "many"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [["--ids", "1,x"], ["text", "--ids", "1"], ["--max-tokens", "many"], ["--nproc", "x"], ["--nproc", "0"]],
+)
 def test_wrong_usage_is_exit_code_2(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
     assert main(["generate", *arguments]) == 2
     assert "usage: mini-deepinfer generate" in capsys.readouterr().err

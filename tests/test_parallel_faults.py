@@ -107,7 +107,15 @@ def rank_of(pid: int) -> str:
     return next((v.decode().partition("=")[2] for v in variables if v.startswith(b"RANK=")), "")
 
 
-def test_a_rank_of_the_command_line_that_is_killed() -> None:
+@pytest.mark.parametrize(
+    ("victim", "sent", "message"),
+    [
+        ("1", signal.SIGKILL, "rank 1 of 2 was ended by SIGKILL"),
+        ("1", signal.SIGINT, "rank 1 of 2 failed: interrupted"),
+        ("the launcher", signal.SIGTERM, "SIGTERM ended this process and its 2 ranks"),
+    ],
+)
+def test_a_process_of_the_command_line_that_is_ended(victim: str, sent: signal.Signals, message: str) -> None:
     command = ["generate", "--nproc", "2", "--max-tokens", "400", "--ignore-eos", "--set", "device=cpu"]
     process = subprocess.Popen(
         [sys.executable, "-m", "minideepinfer", *command], stdout=-1, stderr=-1, text=True, bufsize=0
@@ -116,12 +124,12 @@ def test_a_rank_of_the_command_line_that_is_killed() -> None:
     while "function" not in process.stdout.readline():  # the prompt, with which generation begins
         assert process.poll() is None
     ranks = {rank_of(pid): pid for pid in children(process.pid)}
-    os.kill(ranks["1"], signal.SIGKILL)
+    os.kill((ranks | {"the launcher": process.pid})[victim], sent)
     begin = time.monotonic()
     _, error = process.communicate(timeout=60)
     assert time.monotonic() - begin < 30
     assert process.returncode == 1
-    assert error == "mini-deepinfer: rank 1 of 2 was ended by SIGKILL\n"
+    assert error == f"mini-deepinfer: {message}\n"
     assert [pid for pid in ranks.values() if Path(f"/proc/{pid}").exists()] == []
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import time
@@ -106,7 +107,16 @@ def test_one_that_does_not_come_is_named_to_all() -> None:
 
 def test_one_that_never_starts_is_named_to_all() -> None:
     found = run(3, lambda world: None, timeout=1.5, missing=1)
-    assert [str(error) for error in found] == ["rank 2 of 3 did not start within 1.5 s"] * 2
+    assert [str(error).partition(";")[0] for error in found] == ["rank 2 of 3 did not start within 1.5 s"] * 2
+
+
+def test_a_further_llm_of_a_script_is_told_that_other_ranks_have_ended() -> None:
+    """A script runs once on each rank, up to its first LLM."""
+    for number in (0, 3):
+        with mock.patch.object(worlds, "_worlds", itertools.count(number)):
+            (error,) = run(2, lambda world: None, timeout=1, missing=1)
+        assert str(error).startswith("rank 1 of 2 did not start within 1 s")
+        assert ("further LLM of the same script" in str(error)) == (number > 0)
 
 
 def test_waiting_for_orders_has_no_limit() -> None:

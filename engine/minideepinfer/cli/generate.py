@@ -9,6 +9,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from minideepinfer.cli.options import add_engine_options, engine_config
+from minideepinfer.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -29,7 +30,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--model", default="tiny", help="a checkpoint directory, or tiny (the default)")
     parser.add_argument("--json", action="store_true", help="print data")
     parser.add_argument(
-        "--nproc", type=_positive, metavar="N", help="start N ranks here, each with a share of the experts"
+        "--nproc", type=_number_of_ranks, metavar="N", help="start N ranks here, each with a share of the experts"
     )
     sampling = parser.add_argument_group("sampling; a parameter left out has the default of SamplingParams")
     for name, kind in (("max-tokens", int), ("min-tokens", int), ("temperature", float), ("top-p", float)):
@@ -49,17 +50,20 @@ def _ids(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of ids such as 1,2,3") from None
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
-    return value
+def _number_of_ranks(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of ranks such as 2")
+    return int(text)
 
 
 def _run(args: argparse.Namespace) -> int:
     from minideepinfer.runtime.launch import is_rank, launch
 
     if args.nproc is not None:
+        if (asked := engine_config(args).parallel.expert) not in (1, args.nproc):
+            raise ConfigError(
+                f"--nproc is {args.nproc}, but the engine config asks for {asked} ranks; leave one of them out"
+            )
         args.settings = [*args.settings, ("parallel.expert", args.nproc)]
     config, params = engine_config(args), _params(args)
     if (args.nproc or 1) > 1 and not is_rank():

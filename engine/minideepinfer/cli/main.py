@@ -46,7 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter flushes into it at exit
         return 1
     except KeyboardInterrupt:
-        if "RANK" not in os.environ:  # of several ranks their launcher says so
+        from minideepinfer.runtime.launch import report
+
+        if not report(MiniDeepInferError("interrupted")):
             print("mini-deepinfer: interrupted", file=sys.stderr)
         return 130
 

@@ -34,7 +34,7 @@ def launch(arguments: Sequence[str], num_processes: int) -> int:
         0 if all have ended well.
 
     Raises:
-        RankError: a rank failed or was killed; says which, and why.
+        RankError: a rank failed or was killed, or this process was ended by a signal; says which, and why.
         KeyboardInterrupt: Ctrl-C.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -67,7 +67,9 @@ def launch(arguments: Sequence[str], num_processes: int) -> int:
     except SignalException as error:
         if error.sigval == signal.SIGINT:
             raise KeyboardInterrupt from None
-        raise
+        raise RankError(
+            f"{signal.Signals(error.sigval).name} ended this process and its {num_processes} ranks"
+        ) from None
     finally:
         logging.disable(logging.NOTSET)
     return 0

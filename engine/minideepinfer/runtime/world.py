@@ -29,6 +29,7 @@ T = TypeVar("T")
 PART_BYTES = 4 << 20
 """Most bytes of one value in the store, which takes 8 MiB."""
 
+_ONE_LLM = "; this is a further LLM of the same script, but other ranks serve the first one, and end with it"
 _FOREVER = timedelta(days=3650)
 _worlds = count()
 
@@ -120,7 +121,8 @@ class _Ranks(World):
         self._done: list[str] = []
         served_by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         # Torchrun's store outlives a world, and keeps its keys.
-        self._prefix = f"mini-deepinfer/{next(_worlds)}" if served_by_torchrun else "mini-deepinfer"
+        self._number = next(_worlds)
+        self._prefix = f"mini-deepinfer/{self._number}" if served_by_torchrun else "mini-deepinfer"
         self._root = self._connection(serve=rank == 0 and not served_by_torchrun)
         self._store = PrefixStore(self._prefix, self._root)
         self._watch = Watch(PrefixStore(self._prefix, self._connection()), rank, size, timeout)
@@ -149,7 +151,8 @@ class _Ranks(World):
         except RuntimeError:
             with suppress(RuntimeError):
                 late = [rank for rank, beat in enumerate(beats) if not self._store.check([beat])]
-            raise RankError(f"{named(late, self.size)} did not start within {self._timeout:g} s") from None
+            hint = _ONE_LLM if self._number and self.rank == 0 else ""
+            raise RankError(f"{named(late, self.size)} did not start within {self._timeout:g} s{hint}") from None
 
     def connect(self, device: torch.device) -> None:
         if dist.is_initialized():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -108,6 +109,20 @@ def test_one_that_does_not_come_is_named_to_all() -> None:
 def test_one_that_never_starts_is_named_to_all() -> None:
     found = run(3, lambda world: None, timeout=1.5, missing=1)
     assert [str(error).partition(";")[0] for error in found] == ["rank 2 of 3 did not start within 1.5 s"] * 2
+
+
+def test_a_port_of_something_else_is_no_store() -> None:
+    """Torch's client would wait for ever for what accepts its connection and says nothing."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port, begin = listener.getsockname()[1], time.monotonic()
+        with mock.patch.dict(os.environ, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}):
+            with pytest.raises(RankError, match=r"rank 1 of 2 cannot reach the store.*does not answer as a store"):
+                _Ranks(1, 2, 1.0)
+            with pytest.raises(RankError, match=r"rank 0 of 2 cannot reach the store.*in use"):
+                _Ranks(0, 2, 1.0)
+    assert time.monotonic() - begin < 5
 
 
 def test_a_further_llm_of_a_script_is_told_that_other_ranks_have_ended() -> None:

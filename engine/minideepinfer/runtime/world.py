@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import os
 import pickle
+import queue
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -134,13 +136,23 @@ class _Ranks(World):
     def _connection(self, serve: bool = False) -> TCPStore:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         wait = timedelta(seconds=self._timeout)
+        answers: queue.SimpleQueue[TCPStore | RuntimeError] = queue.SimpleQueue()
+
+        def connect() -> None:
+            try:
+                answers.put(TCPStore(host, port, None, serve, wait, wait_for_workers=False, multi_tenant=True))
+            except RuntimeError as error:
+                answers.put(error)
+
+        threading.Thread(target=connect, daemon=True).start()  # at a port of something else it waits for ever
         try:
-            return TCPStore(host, port, None, serve, wait, wait_for_workers=False, multi_tenant=True)
-        except RuntimeError as error:
-            reason = str(error).partition("\n")[0]
-            raise RankError(
-                f"rank {self.rank} of {self.size} cannot reach the store at {host}:{port}: {reason}"
-            ) from None
+            found = answers.get(timeout=self._timeout + 1)
+        except queue.Empty:
+            found = RuntimeError("what listens there does not answer as a store does")
+        if isinstance(found, TCPStore):
+            return found
+        reason = str(found).partition("\n")[0]
+        raise RankError(f"rank {self.rank} of {self.size} cannot reach the store at {host}:{port}: {reason}")
 
     def _meet(self) -> None:
         beats = [f"beat/{rank}" for rank in range(self.size)]

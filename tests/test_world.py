@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
 import socket
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -15,6 +17,7 @@ import pytest
 import torch
 from minideepinfer import LLM, ConfigError, EngineConfig, RankError
 from minideepinfer.checkpoint import Checkpoint
+from minideepinfer.checkpoint.verify import directory_of
 from minideepinfer.runtime import world as worlds
 from minideepinfer.runtime.agreement import agree, facts
 from minideepinfer.runtime.problems import resolve_device
@@ -95,6 +98,32 @@ def test_one_that_raises_is_named_to_all() -> None:
     assert time.monotonic() - begin < 10
 
 
+@pytest.mark.parametrize("text", ["x" * (9 << 20), "lone \udc80"], ids=["longer than the store takes", "not Unicode"])
+def test_a_cause_is_told_whatever_it_says(text: str) -> None:
+    def work(world: World) -> Any:
+        if world.rank == 1:
+            raise ValueError(text)
+        return world.exchange(1)
+
+    other, own = run(2, work)
+    assert isinstance(own, ValueError)
+    assert str(other).startswith(f"rank 1 of 2 failed: ValueError: {text[:5]}") and len(str(other)) < 5000
+
+
+def test_an_error_of_the_network_library_is_told() -> None:
+    """Whether others are gone or the library failed here, nobody can tell; so both are said."""
+
+    def work(world: World) -> Any:
+        if world.rank == 1:
+            raise RuntimeError("NCCL error: out of memory\nand more")
+        return world.exchange(1)
+
+    found = run(2, work)
+    assert {str(error).partition(" took")[2] for error in found} == {
+        " part no more; what rank 1 met was RuntimeError: NCCL error: out of memory"
+    }
+
+
 def test_one_that_does_not_come_is_named_to_all() -> None:
     def work(world: World) -> Any:
         if world.rank == 1:
@@ -171,6 +200,18 @@ def test_versions_device_checkpoint_and_operators_are_compared() -> None:
     assert found["operator of comm, decode"].startswith("single (mini-deepinfer ")
     assert len([name for name in found if name.startswith("operator of moe, layer 3")]) == 2
     assert len(found["fingerprint of the checkpoint"]) == 16
+
+
+def test_another_tokenizer_is_another_checkpoint(tmp_path: Path) -> None:
+    shutil.copytree(directory_of("tiny"), tmp_path / "tiny")
+    found = []
+    for change in (lambda file: None, lambda file: file.write_text(file.read_text() + "\n"), Path.unlink):
+        change(tmp_path / "tiny" / "tokenizer.json")
+        with Checkpoint.open(tmp_path / "tiny") as checkpoint:
+            found.append(checkpoint.fingerprint())
+    with Checkpoint.open("tiny") as checkpoint:
+        assert found[0] == checkpoint.fingerprint()
+    assert len(set(found)) == 3
 
 
 @pytest.mark.parametrize(("size", "expert"), [("", 2), ("1", 4), ("2", 1), ("2", 4)])

@@ -75,8 +75,10 @@ class Checkpoint:
         self.close()
 
     def fingerprint(self) -> str:
-        """Differs where config, or name, type, shape or place of a tensor differ; values are not looked at."""
+        """Differs where config, tokenizer, or name, type, shape or place of a tensor differ, whatever its values."""
         found = hashlib.sha256((self.path / "config.json").read_bytes())
+        for file in (self.path / name for name in ("tokenizer.json", "tokenizer_config.json")):
+            found.update(file.read_bytes() if file.is_file() else b"absent")
         for stored in sorted(self._tensors.values(), key=lambda stored: stored.name):
             found.update(f"{stored} {stored.dtype} {stored.shape} {stored.offset}\n".encode())
         return found.hexdigest()[:16]

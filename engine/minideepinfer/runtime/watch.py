@@ -93,14 +93,21 @@ class Watch(threading.Thread):
         """It waits no more."""
         self._awaited = None
 
-    def settle(self) -> str:
-        """What has gone wrong, now that something has; waits until this is known, but not longer than the grace."""
+    def settle(self, met: str) -> str:
+        """What has gone wrong, now that something has; waits until this is known, but not longer than the grace.
+
+        Args:
+            met: the error that this rank has met, which is told if nobody reports another cause.
+        """
         self._silence = self._short_silence
         if not self.decided.wait(self.grace):
             self._absent = [rank for rank in range(self._size) if rank != self._rank]
             with suppress(RuntimeError):
                 self._absent = self._without("stopped/")
-            self._decide(f"{named(self._absent, self._size)} took part no more")
+            who = (
+                f"{named(self._absent, self._size)} took part no more" if self._absent else "the ranks lost each other"
+            )
+            self._decide(f"{who}; what rank {self._rank} met was {met}")
         return self.verdict
 
     def wait_for_others(self) -> None:

@@ -32,6 +32,7 @@ PART_BYTES = 4 << 20
 """Most bytes of one value in the store, which takes 8 MiB."""
 
 _ONE_LLM = "; this is a further LLM of the same script, but other ranks serve the first one, and end with it"
+_LONGEST_CAUSE = 4000
 _FOREVER = timedelta(days=3650)
 _worlds = count()
 
@@ -235,15 +236,16 @@ class _Ranks(World):
 
     def _fail(self, error: BaseException) -> str:
         """Tell the others, leave, and find out what has happened; the watch ends what gets stuck here as well."""
+        met = f"{type(error).__name__}: {error}"[:_LONGEST_CAUSE].encode(errors="replace").decode()
         if not _is_loss(error):
-            self.failure = f"rank {self.rank} of {self.size} failed: {type(error).__name__}: {error}"
+            self.failure = f"rank {self.rank} of {self.size} failed: {met}"
         with suppress(RuntimeError):
             if self.failure:
                 self._store.compare_set("fault", "", self.failure)
             self._store.set(f"stopped/{self.rank}", "1")
         if dist.is_initialized():
             _abandon_group()
-        self.failure = self.failure or self._watch.settle()
+        self.failure = self.failure or self._watch.settle(met.partition("\n")[0])
         with suppress(RuntimeError):
             self._store.set(f"left/{self.rank}", "1")
         self._end()

@@ -149,7 +149,7 @@ class _Ranks(World):
         try:
             found = answers.get(timeout=self._timeout + 1)
         except queue.Empty:
-            found = RuntimeError("what listens there does not answer as a store does")
+            found = RuntimeError(f"no store has answered there within {self._timeout:g} s")
         if isinstance(found, TCPStore):
             return found
         reason = str(found).partition("\n")[0]

@@ -26,6 +26,7 @@ class Watch(threading.Thread):
         verdict: what has gone wrong, or nothing.
         patience: seconds that a rank waits for others in a step.
         grace: seconds that it gives them when something has gone wrong.
+        store_gone: the store has failed, or does not answer; whoever asks it may wait for ever.
 
     Args:
         store: a connection of this thread's own to the ranks' key-value store.
@@ -46,7 +47,8 @@ class Watch(threading.Thread):
         self._beats = 0
         self._decided_at = 0.0
         self._absent: list[int] = []
-        self._store_gone = False
+        self.store_gone = False
+        self._looked = time.monotonic()
         self._seen = [(b"", time.monotonic()) for _ in range(size)]
         self._awaited: tuple[Sequence[str], float] | None = None
         self._busy_since: float | None = None
@@ -57,20 +59,33 @@ class Watch(threading.Thread):
         self._beats += 1
         self._store.set(f"beat/{self._rank}", str(self._beats))
 
+    def start(self) -> None:
+        """Begin to look; a second thread sees to it that this one is not stuck in the store."""
+        self._looked = time.monotonic()
+        super().start()
+        threading.Thread(target=self._guard, name="mini-deepinfer guard", daemon=True).start()
+
+    def _guard(self) -> None:
+        late = 0
+        while not self._ended.wait(self._interval):
+            late = late + 1 if time.monotonic() - self._looked > self._silence else 0
+            if late > 2 and not self.verdict:  # once is not enough: this process may have been stopped
+                self.store_gone = True
+                self._decide(f"{self._the_store()} does not answer")
+            if self.verdict:
+                self._end_stuck()
+
     def run(self) -> None:
         """Look again and again until `stop`."""
         while not self._ended.wait(self._interval):
             try:
-                if not self._store_gone:
+                if not self.store_gone:
                     self._look()
+                self._looked = time.monotonic()
             except RuntimeError as error:  # what the store raises
-                self._store_gone = True  # each further try would write a long trace to stderr
+                self.store_gone = True  # each further try would write a long trace to stderr
                 reason = str(error).partition("\n")[0]
-                self._decide(
-                    f"the store of the {self._size} ranks, which rank 0 or torchrun serves, is gone ({reason})"
-                )
-            if self.verdict:
-                self._end_stuck()
+                self._decide(f"{self._the_store()} is gone ({reason})")
 
     def stop(self) -> None:
         """Look no more."""
@@ -104,10 +119,8 @@ class Watch(threading.Thread):
             self._absent = [rank for rank in range(self._size) if rank != self._rank]
             with suppress(RuntimeError):
                 self._absent = self._without("stopped/")
-            who = (
-                f"{named(self._absent, self._size)} took part no more" if self._absent else "the ranks lost each other"
-            )
-            self._decide(f"{who}; what rank {self._rank} met was {met}")
+            who = named(self._absent, self._size) if self._absent else "nobody"
+            self._decide(f"{who} took part no more; what rank {self._rank} met was {met}")
         return self.verdict
 
     def wait_for_others(self) -> None:
@@ -115,7 +128,7 @@ class Watch(threading.Thread):
         end = time.monotonic() + self.grace
         with suppress(RuntimeError):
             while (
-                not self._store_gone
+                not self.store_gone
                 and time.monotonic() < end
                 and set(self._without("left/")) - {*self._silent(), *self._absent}
             ):
@@ -142,6 +155,9 @@ class Watch(threading.Thread):
                 for key in keys:
                     self._store.compare_set(key, "", POISON + self.verdict.encode())
 
+    def _the_store(self) -> str:
+        return f"the store of the {self._size} ranks, which rank 0 or torchrun serves,"
+
     def _silent(self) -> list[int]:
         now = time.monotonic()
         return [rank for rank, (_, when) in enumerate(self._seen) if now - when > self._silence and rank != self._rank]
@@ -153,7 +169,7 @@ class Watch(threading.Thread):
     def _decide(self, verdict: str) -> None:
         if not self.verdict:
             with suppress(RuntimeError):
-                if not self._store_gone:
+                if not self.store_gone:
                     verdict = self._store.compare_set("fault", "", verdict).decode()
             self.verdict, self._decided_at = verdict, time.monotonic()
             self.decided.set()

@@ -228,8 +228,7 @@ class _Ranks(World):
     def close(self) -> None:
         if not self.failure:
             self.failure = "the model was closed"
-            with suppress(RuntimeError):
-                self._store.set(f"left/{self.rank}", "1")
+            self._say(f"left/{self.rank}")
             if dist.is_initialized():
                 dist.destroy_process_group()
             self._end()
@@ -239,17 +238,21 @@ class _Ranks(World):
         met = f"{type(error).__name__}: {error}"[:_LONGEST_CAUSE].encode(errors="replace").decode()
         if not _is_loss(error):
             self.failure = f"rank {self.rank} of {self.size} failed: {met}"
-        with suppress(RuntimeError):
-            if self.failure:
-                self._store.compare_set("fault", "", self.failure)
-            self._store.set(f"stopped/{self.rank}", "1")
+        self._say(f"stopped/{self.rank}", fault=self.failure)
         if dist.is_initialized():
             _abandon_group()
         self.failure = self.failure or self._watch.settle(met.partition("\n")[0])
-        with suppress(RuntimeError):
-            self._store.set(f"left/{self.rank}", "1")
+        self._say(f"left/{self.rank}")
         self._end()
         return self.failure
+
+    def _say(self, key: str, fault: str = "") -> None:
+        """Set a key, and a fault if there is none yet, in a store that may be gone."""
+        with suppress(RuntimeError):
+            if fault and not self._watch.store_gone:
+                self._store.compare_set("fault", "", fault)
+            if not self._watch.store_gone:
+                self._store.set(key, "1")
 
     def _end(self) -> None:
         self._watch.wait_for_others()

@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 from minideepinfer.cli.main import main
 from minideepinfer.errors import ConfigError
 from minideepinfer.measure.compare import Change, compare, differences, regressions
-from minideepinfer.measure.record import Machine, Measurement, Record, Software, read_records, write_records
+from minideepinfer.measure.record import (
+    Machine,
+    Measurement,
+    Record,
+    Software,
+    read_records,
+    require_writable,
+    write_records,
+)
 
 H200 = Machine(device="NVIDIA H200", driver="580.1", power_limit_watts=700.0, sm_clock_mhz=(1980, 1410))
 
@@ -41,10 +49,8 @@ def record(name: str = "moe:fused, experts", ratio: float = 0.1, **changes: Any)
 
 NUMBERS = st.floats(min_value=1e-6, max_value=1e9)
 MEASUREMENTS = st.builds(
-    Measurement,
-    median=NUMBERS,
-    low=NUMBERS,
-    high=NUMBERS,
+    lambda numbers, **others: Measurement(low=numbers[0], median=numbers[1], high=numbers[2], **others),
+    numbers=st.tuples(NUMBERS, NUMBERS, NUMBERS).map(sorted),
     repeats=st.integers(1, 99),
     unit=st.sampled_from(["ms", "1"]),
 )
@@ -71,9 +77,18 @@ def test_records_are_read_back_equal(tmp_path_factory: pytest.TempPathFactory, r
     assert read_records(file) == records
 
 
+def with_time(**changes: Any) -> str:
+    """A file of one record, its time edited by hand."""
+    data = record().model_dump(mode="json")
+    data["values"]["time"] |= changes
+    return json.dumps([data])
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        (with_time(low=2.0), "record 0: values.time: median 1.0 is not between low 2.0 and high 1.01"),
+        (with_time(repeats=0), "record 0: values.time.repeats"),
         ("{", "cannot be parsed"),
         ("{}", "holds a dict; a list of records is needed"),
         ("[{}]", "record 0: "),
@@ -91,6 +106,31 @@ def test_a_bad_file_is_a_clear_error(
     assert main(["bench", "compare", str(good), str(file)]) == 1
     error = capsys.readouterr().err
     assert f"mini-deepinfer: {file}: {message}" in error
+
+
+def test_an_interrupted_write_keeps_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "r.json"
+    write_records(file, [record()])
+
+    def interrupted(path: Path, text: str, **how: Any) -> None:
+        with path.open("w") as stream:
+            stream.write(text[:100])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_text", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_records(file, [record("other")])
+    assert read_records(file) == [record()]
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_asking_whether_a_file_can_be_written_leaves_none_behind(tmp_path: Path) -> None:
+    require_writable(tmp_path / "new")
+    (tmp_path / "old").write_text("kept")
+    require_writable(tmp_path / "old")
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["kept"]
+    with pytest.raises(ConfigError, match="cannot be written"):
+        require_writable(tmp_path)
 
 
 def test_a_missing_file_is_a_clear_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

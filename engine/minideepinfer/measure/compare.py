@@ -124,7 +124,9 @@ def gate(pairs: Sequence[Pair], value: str, allowed: float) -> Gate:
         value: name of the value that counts; one that smaller is better of.
         allowed: e.g. 0.05.
     """
-    passed, failed, undecided = [], [], []
+    passed: list[str] = []
+    failed: list[str] = []
+    undecided: list[str] = []
     for pair in pairs:
         if pair.before is None or pair.differences or pair.before.benchmark != "kernel":
             continue

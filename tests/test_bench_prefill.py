@@ -144,6 +144,7 @@ def test_an_unknown_operator_is_refused() -> None:
         (["--output", "/"], "/: cannot be written (Is a directory)"),
         (["--profile", "trace", "/"], "/: cannot be written (Is a directory)"),
         (["--profile", "trace"], "--profile trace: known are `stages` and `trace FILE`"),
+        (["--profile", "trace", "one", "--output", "./one"], "--profile trace one and --output ./one are one file"),
         (["--profile", "kernels"], "--profile kernels: known are `stages` and `trace FILE`"),
     ],
 )
@@ -164,9 +165,11 @@ def test_the_command_prints_and_keeps_everything(tmp_path: Path, capsys: pytest.
     out = capsys.readouterr().out
     first = out.splitlines()[0]
     assert first.startswith("one rank of 2, no network; dtype float32, cache float32, kv_quantization released, ")
-    assert "replay bounded; 3 of 12 layers, random weights, random cache" in first
+    assert "replay bounded; 3 of 12 layers, random weights, random tokens and cache" in first
     assert "tokens/s" in out
     (record,) = read_records(file)
+    assert "; 1 of the rank's" not in first and "all of the rank's Engram rows" in first
+    assert f"the stages are {record.values['stages_share'].median:.1%} of it" in out
     assert record.problem["layers"] == 3
     assert record.values["step"].repeats == 3
     assert record.plan
@@ -193,7 +196,7 @@ def test_a_checkpoints_weights_are_those_of_its_first_rank(capsys: pytest.Captur
     assert torch.equal(bench.model.blocks[1].weights.attention.wq_a, layer.attention.wq_a)
     bench.check()
     assert main(["bench", "prefill", "--preset", "tiny", "--model", "tiny", "--layers", "2", "--steps", "1"]) == 0
-    assert "2 of 10 layers, weights of tiny, random cache" in capsys.readouterr().out
+    assert "2 of 10 layers, weights of tiny, random tokens and cache" in capsys.readouterr().out
 
 
 def test_ranks_that_are_there_are_not_made_up(tmp_path: Path) -> None:

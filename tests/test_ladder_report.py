@@ -87,6 +87,28 @@ def test_nothing_is_scaled_from_fewer_layers() -> None:
     assert "→" not in evidence["+A"]["step"]
 
 
+def test_nothing_is_compared_stage_by_stage_where_layers_differ() -> None:
+    evidence = tables(render([rung("all naive", NAIVE, layers=4), *ladder()[1:]]))[1]
+    assert evidence["+A"]["stage"] == "–"
+    assert "→" in evidence["+B1"]["stage"]
+
+
+def test_a_gain_within_the_spread_says_so() -> None:
+    records = [rung("all naive", NAIVE), rung("+luck", {**NAIVE, Stage.ATTENTION: 6700.0}, "all naive")]
+    rungs = tables(render(records))[0]
+    assert rungs["+luck"]["× before"] == rungs["+luck"]["× first"] == "1.008 (within the spread)"
+    assert rungs["all naive"]["× first"] == "1.000"
+
+
+@pytest.mark.parametrize("name", ["$\\nothing$", "a rung with " + "one_long_word_" * 5])
+def test_any_name_can_be_drawn(name: str, tmp_path: Path) -> None:
+    records = [rung(name, NAIVE)]
+    pictures.draw(records, tmp_path)
+    lines = pictures._name(records[0]).splitlines()
+    assert len(lines) <= 2
+    assert all(len(line) > 1 for line in lines)
+
+
 def test_records_of_other_sessions_or_benchmarks_are_refused() -> None:
     records = ladder()
     other = records[1].model_copy(update={"machine": records[1].machine.model_copy(update={"device": "NVIDIA B200"})})

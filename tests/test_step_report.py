@@ -12,6 +12,7 @@ import torch
 from minideepinfer.measure.record import Machine, Measurement, Record, Software, read_records, write_records
 from minideepinfer.measure.stages import SwitchedClock
 from minideepinfer.measure.step_report import BETWEEN_KERNELS, prefill_lines, stage_lines
+from minideepinfer.measure.step_values import step_values
 from minideepinfer.measure.steps import WITH_STAGES, KernelTimes, StepTimes, _with_gaps, fused_stages, time_steps
 from minideepinfer.operators import NoClock, Stage
 
@@ -62,6 +63,11 @@ def test_stages_sum_to_the_step() -> None:
     assert len(times.steps) == len(times.staged) == 5
 
 
+def test_the_share_of_the_stages_is_that_of_the_mean_step_and_not_of_the_median() -> None:
+    times = StepTimes([10.0, 10.0, 10.0], [10.0, 10.0, 40.0], {"other": 20.0})
+    assert step_values(times, 1)["stages_share"].median == 1.0
+
+
 def test_time_without_kernels_is_a_stage_of_its_own() -> None:
     events = {"attention core": 10.0, "gate": 3.0, "communication": 4.0, "other": 1.0}
     kernels = KernelTimes({"attention core": 9.0, "gate": 3.5, "communication": 1.0}, hidden=0.0)
@@ -110,6 +116,7 @@ RECORD = Record(
         "peak_memory": value(94.5 * 2**30, "bytes"),
         "step_with_stages": value(226.0),
         "stage_overhead": value(0.009, "1"),
+        "stages_share": value(224 / 226, "1"),
         "kernels": value(210.0),
     },
     stages={"grouped GEMM": 100.0, "attention core": 60.0, "key gather": 40.0, "other": 10.0, BETWEEN_KERNELS: 14.0},

@@ -58,6 +58,8 @@ def profile_of(args: argparse.Namespace) -> Profile:
                 trace = Path(file)
             case _:
                 raise ConfigError(f"--profile {' '.join(words)}: known are `stages` and `trace FILE`")
+    if trace and args.output and trace.resolve() == Path(args.output).resolve():
+        raise ConfigError(f"--profile trace {trace} and --output {args.output} are one file, need one each")
     for path in (trace, args.output):
         if path:
             require_writable(path)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from minideepinfer.errors import ConfigError
+from minideepinfer.measure.compare import Change
 from minideepinfer.measure.ladder import KERNEL, KERNEL_BEFORE
 from minideepinfer.measure.ladder.pictures import STEPS, THROUGHPUT
 from minideepinfer.measure.record import Measurement, Record
@@ -101,8 +102,9 @@ def _rungs(records: Sequence[Record]) -> str:
     heads.append("largest error")
     return _table(heads, rows, numbers=range(3, 9)) + (
         "\n\n± is half of the distance between the 20th and 80th percentile. `× before` is the speed against the rung "
-        "that it builds on; no ratio stands where layers differ. `× floor` is the step over the sum of its stages' "
-        "floors, at the rates of this session."
+        "that it builds on; no ratio stands where layers differ, and one is *within the spread* if "
+        "the intervals between those percentiles overlap. `× floor` is the step over the sum of its stages' floors, at "
+        "the rates of this session."
     )
 
 
@@ -119,8 +121,10 @@ def _layers(record: Record, records: Sequence[Record]) -> str:
 def _ratio(record: Record, other: Record | None) -> str:
     if other is None or record.problem.get("layers") != other.problem.get("layers"):
         return "–"
-    ratio = record.values["tokens_per_second"].median / other.values["tokens_per_second"].median
-    return f"{ratio:.3f}" if 0.1 < ratio < 1.05 else f"{ratio:.3g}"
+    speed = Change("tokens_per_second", other.values["tokens_per_second"], record.values["tokens_per_second"])
+    ratio = speed.after.median / speed.before.median
+    hidden = " (within the spread)" if speed.within_spread and record is not other else ""
+    return (f"{ratio:.3f}" if 0.1 < ratio < 1.05 else f"{ratio:.3g}") + hidden
 
 
 def largest_error(record: Record) -> str:
@@ -143,14 +147,16 @@ def _evidence(records: Sequence[Record]) -> str:
         base = _base(record, records)
         if base is None:
             continue
-        stages = [f"{stage}: {_stage(base, stage)} → {_stage(record, stage)}" for stage in _changed(record, base)]
+        alike = base.problem.get("layers") == record.problem.get("layers")
+        changed = _changed(record, base) if alike else []
+        stages = [f"{stage}: {_stage(base, stage)} → {_stage(record, stage)}" for stage in changed]
         rows.append(
             [
                 record.name,
                 "<br>".join(_kernel(record, name) for name in _kernels(record)) or "–",
                 "<br>".join(stages) or "–",
                 f"{number(base.values['step'].median)} → {number(record.values['step'].median)}"
-                if base.problem.get("layers") == record.problem.get("layers")
+                if alike
                 else f"{number(record.values['step'].median)}{_layers(record, records)}",
                 largest_error(record),
             ]

@@ -145,6 +145,8 @@ def test_an_unknown_operator_is_refused() -> None:
         (["--profile", "trace", "/"], "/: cannot be written (Is a directory)"),
         (["--profile", "trace"], "--profile trace: known are `stages` and `trace FILE`"),
         (["--profile", "trace", "one", "--output", "./one"], "--profile trace one and --output ./one are one file"),
+        (["--set", "cache.num_pages=2"], "--set cache.num_pages: the benchmark's problem decides it"),
+        (["--set", "max_tokens_per_step=7"], "--set max_tokens_per_step: the benchmark's problem decides it"),
         (["--profile", "kernels"], "--profile kernels: known are `stages` and `trace FILE`"),
     ],
 )
@@ -156,6 +158,18 @@ def test_impossible_arguments_are_refused_before_anything_is_measured(
     printed = capsys.readouterr()
     assert message in printed.err
     assert not printed.out
+
+
+def test_a_device_that_is_too_small_is_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*args: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4 GiB.\nAnd so on")
+
+    monkeypatch.setattr("minideepinfer.measure.rank.fill_cache", full)
+    assert main(["bench", "prefill", "--preset", "tiny", "--layers", "1"]) == 1
+    told = capsys.readouterr().err
+    assert "fewer layers or requests need less (CUDA out of memory. Tried to allocate 4 GiB.)" in told
 
 
 def test_the_command_prints_and_keeps_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

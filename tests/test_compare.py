@@ -276,6 +276,8 @@ def test_values_that_are_none_or_negative_have_no_ratio() -> None:
 
 def test_one_look_has_no_spread_and_rows_are_neither_better_nor_worse() -> None:
     once = [measurement(number, spread=0.0).model_copy(update={"repeats": 1}) for number in (1.0, 1.001)]
+    ratios = [record(values={"ratio_to_naive": time.model_copy(update={"unit": "1"})}) for time in once]
+    assert gated(ratios[:1], ratios[1:], 0.0).failed[0].endswith("1 -> 1.001, more than allowed; measured once")
     assert Change("step", *once).verdict == "worse, measured once: spread unknown"
     assert Change("rows", measurement(10.0, unit="rows"), measurement(12.0, unit="rows")).verdict == "different"
 

@@ -140,9 +140,10 @@ def gate(pairs: Sequence[Pair], value: str, allowed: float) -> Gate:
             passed.append(pair.title)
         else:
             more = f"{pair.title}: {value} {change.before.median:.4g} -> {change.after.median:.4g}, more than allowed"
-            (undecided if change.within_spread else failed).append(
-                f"{more} but within the spread" if change.within_spread else f"{more} and than the spread"
-            )
+            if change.within_spread:
+                undecided.append(f"{more} but within the spread")
+            else:
+                failed.append(f"{more} and than the spread" if change.has_spread else f"{more}; measured once")
     return Gate(tuple(passed), tuple(failed), tuple(undecided))
 
 

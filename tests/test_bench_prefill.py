@@ -146,7 +146,6 @@ def test_an_unknown_operator_is_refused() -> None:
         (["--profile", "trace"], "--profile trace: known are `stages` and `trace FILE`"),
         (["--profile", "trace", "one", "--output", "./one"], "--profile trace one and --output ./one are one file"),
         (["--set", "cache.num_pages=2"], "--set cache.num_pages: the benchmark's problem decides it"),
-        (["--set", "max_tokens_per_step=7"], "--set max_tokens_per_step: the benchmark's problem decides it"),
         (["--profile", "kernels"], "--profile kernels: known are `stages` and `trace FILE`"),
     ],
 )

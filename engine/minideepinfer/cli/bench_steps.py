@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from minideepinfer.measure.steps import Profile
     from minideepinfer.runtime.world import World
 
-OWN_SETTINGS = ("cache.num_pages", "cache.max_requests", "max_tokens_per_step")
+OWN_SETTINGS = ("cache.num_pages", "cache.max_requests")
 """What a benchmark decides by its problem."""
 
 CONFIGS = {"v41-rank": "config.full.json", "tiny": "config.tiny.json"}

@@ -67,7 +67,7 @@ def _ladder(args: argparse.Namespace) -> int:
         raise type(error)(f"{error}; {out / RECORDS} has the records of the rungs before it") from error
     except KeyboardInterrupt:
         if records:
-            say(f"{out / RECORDS} has the records of {len(records)} rungs; `bench report` makes a report of them")
+            say(f"{out / RECORDS} has the records of the rungs before it; `bench report` makes a report of them")
         raise
     _write(records, out, str(out / RECORDS))
     return 0

@@ -71,7 +71,8 @@ def correct(bench: Bench) -> dict[str, Any]:
     whole, t, each = random_weights(bench), bench.sizes.check_tokens, bench.sizes.experts // bench.world
     alone, together = bench.moe("naive", 1), bench.moe("naive", bench.world)
     mine, single = share(whole, bench.rank, bench.world), bench.comm("single")
-    errors: dict[str, Any] = {}
+    errors: dict[str, float] = {}
+    norms: dict[str, float] = {}
     shapes = {"ragged": (t, t // 2 + 1), "rank 0 empty": (0, t), "rank 1 empty": (t, 0), "empty": (0, 0)}
     for label, first in shapes.items():
         counts = (*first, *[t // 3] * bench.world)[: bench.world]
@@ -81,13 +82,18 @@ def correct(bench: Bench) -> dict[str, Any]:
             if skewed:  # all on experts of the last rank
                 ids = ids % each + each * (bench.world - 1)
             expected = alone.run(x, whole, single.prepare((len(x),)), None, (ids, scores)).float()
+            norms[f"{label}{', skewed' if skewed else ''}"] = bench.worst(float(expected.norm()))
             for name in OPERATORS:
                 exchange = bench.comm(name).prepare(counts)
                 found = together.run(x, mine, exchange, None, (ids, scores)).float()
                 norm = float(expected.norm()) or 1.0
                 error = float((found - expected).norm()) / norm if bool(found.isfinite().all()) else float("inf")
                 errors[f"{name}, {label}{', skewed' if skewed else ''}"] = bench.worst(error)
-    return {"relative error": errors, "passed": all(error < 2.0**-8 for error in errors.values())}
+    return {
+        "relative error": errors,
+        "norm of the expected": norms,
+        "passed": all(error < 2.0**-8 for error in errors.values()),
+    }
 
 
 # Cost

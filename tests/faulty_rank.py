@@ -16,7 +16,7 @@ from minideepinfer import LLM, EngineConfig, MiniDeepInferError, RankError
 from minideepinfer.checkpoint.verify import directory_of
 from minideepinfer.runtime.runner import Runner
 
-TIMEOUT = 10.0
+TIMEOUT = 15.0
 
 
 def raises(*_: Any) -> None:
@@ -58,9 +58,9 @@ def without_a_shard() -> str:
 
 
 def main(fault: str, victim: str) -> None:
-    settings: dict[str, Any] = {"dtype": "float32", "device": "cpu"}
+    settings: dict[str, Any] = {"dtype": "float32", "device": os.environ.get("DEVICE", "cpu")}
     settings["parallel"] = {"expert": int(os.environ["WORLD_SIZE"]), "timeout_seconds": TIMEOUT}
-    path = "tiny"
+    path = os.environ.get("MODEL", "tiny")
     if os.environ["RANK"] == victim:
         if fault == "config":
             settings |= {"max_tokens_per_step": 100, "ops": {"residual": "naive"}}

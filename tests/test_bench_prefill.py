@@ -182,7 +182,6 @@ def test_the_command_prints_and_keeps_everything(tmp_path: Path, capsys: pytest.
     assert "tokens/s" in out
     (record,) = read_records(file)
     assert "; 1 of the rank's" not in first and "all of the rank's Engram rows" in first
-    assert f"the stages are {record.values['stages_share'].median:.1%} of it" in out
     assert record.problem["layers"] == 3
     assert record.values["step"].repeats == 3
     assert record.plan

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import comm_work
 import pytest
@@ -10,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from minideepinfer.errors import OperatorError
-from minideepinfer.operators import CommProblem
+from minideepinfer.operators import CommProblem, PlannedOperator, Stage, build, load_registry
 from minideepinfer.testing import processes
 from minideepinfer.testing.families.comm_ranks import comm_problem
 from minideepinfer.testing.families.moe_ranks import on_ranks, split
@@ -144,6 +145,24 @@ def test_rows_are_read_by_address(width: int, count: int) -> None:
     addresses = torch.tensor([shard.data_ptr() for shard in shards])
     ids = torch.randint(0, 120, (count,))
     assert torch.equal(read_rows(addresses, ids, width, 40), torch.cat(shards)[ids])
+
+
+def test_waiting_is_told_to_the_clock() -> None:
+    class Noting:
+        def __init__(self) -> None:
+            self.stages: list[str] = []
+
+        def stage(self, name: str) -> AbstractContextManager[None]:
+            self.stages.append(name)
+            return nullcontext()
+
+    clock, registered = Noting(), load_registry().get("comm", "collective")
+    planned = PlannedOperator(registered, registered.declaration.options(), comm_work.small(1), "explicit: test", {})
+    exchange = build(planned, torch.device("cpu"), clock).prepare([1])
+    arriving = exchange.dispatch(torch.ones(1, 4), torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, 1))
+    assert clock.stages == []
+    exchange.combine(arriving.wait().x, None).wait()
+    assert clock.stages == [Stage.COMMUNICATION] * 2
 
 
 # Mistakes

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from minideepinfer.operators import Selection, load_registry
+from minideepinfer.operators import NoClock, Selection, load_registry
 from minideepinfer.operators.problem import AttentionProblem
 from minideepinfer.testing.families.attention import FAMILY
 from minideepinfer.testing.recipes.attention import AttentionRecipe
@@ -101,7 +101,7 @@ def test_decode_takes_the_schedule_of_its_rows(rows: int, monkeypatch: pytest.Mo
     monkeypatch.setattr(fused, "MANY_ROWS", 2)
     batch = BatchRecipe((1,) * rows, (20, 3, 70)[:rows], decode=True)
     case = AttentionRecipe(batch, "bfloat16", 2, 16, 4, 7, 1, 9, sink=1.0).build()
-    operator = fused.DecodeAttention(case.problem, CPU)
+    operator = fused.DecodeAttention(case.problem, CPU, NoClock())
     assert isinstance(operator.prepare(case.batch), SparseMetadata) == (rows == 3)
     checked = subject("fused")
     checked.family.compare(checked, case, {"heads": case.run(operator)}, checked.reference(case), 1.0)

@@ -242,7 +242,8 @@ def test_an_interrupted_ladder_says_where_its_rungs_are(
         '[[rung]]\nname = "first"\n[[rung]]\nname = "second"\nengine.ops.moe = "odd"\n'
     )
     assert main(["bench", "ladder", str(file), "--out", str(tmp_path)]) == 130
-    assert "ladder.json has the records of the rungs before it; `bench report` makes a report of them" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "ladder.json has the records of the rungs before it; `bench report` makes a report of them" in told
     assert [record.name for record in read_records(tmp_path / "ladder.json")] == ["first"]
 
 

@@ -44,9 +44,12 @@ def worlds() -> Iterator[Worlds]:
     measured.lines.append(f"ranks against one: worst relative L2 of logits {max(errors):.1e} (bound {CLOSE})")
 
 
-@pytest.fixture(
-    scope="module", params=[(size, comm) for size in (2, 4) for comm in ("collective", "all_to_all")], ids=str
-)
+EVERY = [(size, comm) for size in (2, 4) for comm in ("collective", "all_to_all")]
+either = pytest.mark.parametrize("place", [EVERY[0], EVERY[3]], indirect=True, ids=str)
+"""For what the comm operator has little to do with."""
+
+
+@pytest.fixture(scope="module", params=EVERY, ids=str)
 def place(request: pytest.FixtureRequest) -> Any:
     """Ranks and comm operator."""
     return request.param
@@ -96,6 +99,7 @@ def test_a_single_request_leaves_the_other_ranks_empty(llm: LLM, alone: LLM) -> 
     assert_close(llm.forward([PROMPT]), alone.forward([PROMPT]))
 
 
+@either
 def test_outputs_are_those_of_one_rank(llm: LLM, alone: LLM) -> None:
     prompts = [PROMPT, PROMPT[:3], tokens(1, 20), PROMPT + CONTINUATION[:4], tokens(2, 1)]
     params = [
@@ -118,6 +122,7 @@ def test_outputs_are_those_of_one_rank(llm: LLM, alone: LLM) -> None:
                 assert a == b == None or a == pytest.approx(b, abs=1e-4)  # noqa: E711
 
 
+@either
 def test_streams_come_and_go_at_different_steps(llm: LLM, alone: LLM) -> None:
     """More streams than window rings on some ranks, some closed half way: a leak would starve the later ones."""
     params = [SamplingParams(max_tokens=4 + i % 3, temperature=0.8, seed=i) for i in range(9)]
@@ -141,6 +146,7 @@ def test_streams_come_and_go_at_different_steps(llm: LLM, alone: LLM) -> None:
     assert not llm.engine.busy
 
 
+@either
 def test_requests_go_to_the_rank_with_the_fewest_tokens_left(llm: LLM) -> None:
     engine = llm.engine
     assert isinstance(engine, Coordinator)
@@ -157,6 +163,7 @@ def test_requests_go_to_the_rank_with_the_fewest_tokens_left(llm: LLM) -> None:
     assert not engine.busy
 
 
+@either
 def test_what_is_refused_leaves_all_ranks_usable(llm: LLM) -> None:
     with pytest.raises(RequestError, match="prompt 1: token 0 of the prompt is 5000"):
         llm.generate([PROMPT, [5000]])
@@ -165,6 +172,7 @@ def test_what_is_refused_leaves_all_ranks_usable(llm: LLM) -> None:
     assert llm.generate(PROMPT, SamplingParams(max_tokens=3))[0].token_ids == CONTINUATION[:3]
 
 
+@either
 def test_intermediates_are_recorded(llm: LLM, alone: LLM) -> None:
     sequences, names = [PROMPT, PROMPT[:3]], ("layers.*.ffn.out", "final.normed")
     found, wanted = (engine.forward(sequences, capture=names) for engine in (llm, alone))
@@ -174,6 +182,7 @@ def test_intermediates_are_recorded(llm: LLM, alone: LLM) -> None:
         assert_close(list(got.values()), list(expected.values()))
 
 
+@either
 def test_rank_0_reads_its_share_and_all_steps_are_counted(llm: LLM) -> None:
     runner = llm.engine.runner
     summaries = rank_summaries(runner.config, runner.world.size)

@@ -136,6 +136,34 @@ def _projections_by_hand(c, layer: LayerSchedule, requests: list[tuple[int, int]
     return total
 
 
+def test_bytes_are_those_of_operands_and_results() -> None:
+    """Dense stages of one window layer and one Engram layer, operand by operand."""
+    model = ModelConfig.from_file(DATA / "config.tiny.json")
+    step, costs = costs_of(model, [(70, 6), (0, 9)], 2, EngineConfig(device="cpu", dtype="bfloat16"))
+    c, rows = model.text_config, 15
+    layer = next(layer for layer in c.layers if layer.compress_ratio == 0)
+    heads, low = c.num_attention_heads * c.head_dim, c.o_groups * c.o_lora_rank
+    products = [  # inputs, weight, outputs
+        ((rows, c.hidden_size), (c.q_lora_rank, c.hidden_size), (rows, c.q_lora_rank)),
+        ((rows, c.q_lora_rank), (heads, c.q_lora_rank), (rows, heads)),
+        ((rows, c.hidden_size), (c.head_dim, c.hidden_size), (rows, c.head_dim)),
+        ((rows, heads), (c.o_groups, c.o_lora_rank, heads // c.o_groups), (rows, low)),
+        ((rows, low), (c.hidden_size, low), (rows, c.hidden_size)),
+    ]
+    moved = sum(torch.empty(shape, dtype=torch.bfloat16).nbytes for product in products for shape in product)
+    assert costs._projections(layer, step.encoder, step.encoder).num_bytes == moved
+    width = c.engram_columns * c.engram_head_dim
+    outputs = (c.hc_mult + 1) * c.hidden_size
+    tables = torch.empty(rows, width, dtype=torch.uint8).nbytes + torch.empty(rows, width // 32).byte().nbytes
+    dense = [(rows, width), (outputs, width), (rows, outputs), *[(rows, c.hc_mult, c.hidden_size)] * 2]
+    assert costs._engram(rows).num_bytes == tables + sum(
+        torch.empty(shape, dtype=torch.bfloat16).nbytes for shape in dense
+    )
+    head = [(2, c.hidden_size), (c.vocab_size, c.hidden_size)]
+    logits = torch.empty(2, c.vocab_size).nbytes
+    assert costs._head().num_bytes == logits + sum(torch.empty(shape, dtype=torch.bfloat16).nbytes for shape in head)
+
+
 def test_experts_are_counted_where_they_are() -> None:
     ids = torch.tensor([[0, 5], [4, 5], [0, 1], [-1, -1]], dtype=torch.int32)
     assert ExpertRows.of(ids, range(4, 8)) == ExpertRows(rows=4, rows_read=2, pairs=3, experts=2)

@@ -225,9 +225,9 @@ ALL_TO_ALL = (
         "duplicates-sent",
         _PROCESSES,
         "all_to_all",
-        "owned.any(2).sum(1))",
+        "to_rank.sum(1))",
         "owned.sum((1, 2)))",
-        "to, tokens = torch.nonzero_static(owned.any(2), size=sum(sending)).unbind(1)",
+        "to, tokens = torch.nonzero_static(to_rank, size=to_rank.numel(), fill_value=0).unbind(1)",
         "to, tokens, _ = owned.nonzero().unbind(1)",
     ),
     package_mutant(

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from minideepinfer.measure.record import Record
 
 GATED = "ratio_to_naive"
-QUIET = ("flops", "bytes", "tflops", "gb_s", "stages_share")
+QUIET = ("flops", "bytes", "tflops", "gb_s")
 """Values that follow from others."""
 
 

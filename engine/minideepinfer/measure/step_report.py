@@ -45,7 +45,6 @@ def decode_lines(record: Record) -> list[str]:
 def stage_lines(record: Record) -> list[str]:
     """The table of stages, with what a reader needs to judge it."""
     total, staged = sum(record.stages.values()), record.values["step_with_stages"].median
-    share = record.values["stages_share"].median
     lines = [f"{'stage':<22}{'ms':>9}{'share':>8}{'floor':>9}{'x floor':>9}"]
     lines += [_row(record, stage, total) for stage in sorted(record.stages, key=_place(record))]
     lines += [f"{stage:<22}{text:>17}" for stage, text in _without_time(record).items()]
@@ -55,7 +54,7 @@ def stage_lines(record: Record) -> list[str]:
     overhead = record.values["stage_overhead"]
     lines.append(
         f"with stages timed a step takes {staged:.1f} ms, {overhead.median:+.1%} ({overhead.low:+.1%} to "
-        f"{overhead.high:+.1%}) against the step before it; the stages are {share:.1%} of it"
+        f"{overhead.high:+.1%}) against the step before it; the stages are {total / staged:.1%} of it"
     )
     if "kernels" in record.values:
         kernels, step = record.values["kernels"].median, record.values["step"].median

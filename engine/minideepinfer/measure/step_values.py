@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from statistics import mean
 from typing import Literal
 
 from minideepinfer.measure.record import Measurement
@@ -20,14 +19,12 @@ def step_values(times: StepTimes, tokens: int) -> dict[str, Measurement]:
         values["step_with_stages"] = summary(times.staged)
         more = [staged / plain - 1 for staged, plain in zip(times.staged, times.steps, strict=True)]
         values["stage_overhead"] = summary(more).model_copy(update={"unit": "1"})
-        # Both are of the same steps: stages are means, which a median of the steps need not be near.
-        values["stages_share"] = once(sum(times.stages.values()) / mean(times.staged), "1")
     if times.kernels:
         values["kernels"] = once(times.kernels.total, "ms")
         values["communication_hidden"] = once(times.kernels.hidden, "ms")
     return values
 
 
-def once(number: float, unit: Literal["ms", "GB/s", "bytes", "rows", "1"]) -> Measurement:
+def once(number: float, unit: Literal["ms", "GB/s", "bytes", "rows"]) -> Measurement:
     """A quantity that was looked at once."""
     return Measurement(median=number, low=number, high=number, repeats=1, unit=unit)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -41,8 +41,8 @@ class StepTimes:
     Attributes:
         steps: each step, nothing else looked at.
         staged: as many steps in which stages were timed, in turn with the others.
-        stages: exclusive time of each stage, mean over the staged steps; under them `BETWEEN_KERNELS` if kernels are
-            known.
+        stages: exclusive time of each stage, mean over the middle three fifths of the staged steps; with
+            `BETWEEN_KERNELS` if kernels are known.
         kernels: of one step under the profiler; None on a CPU, and where the profiler sees none.
     """
 
@@ -74,15 +74,26 @@ def time_steps(
     timer = StageTimer(rank.setup.device)
     for _ in range(warmup):
         _one(rank, step, between, timer)
-    timer.reset()
-    plain, staged = [], []
+    plain: list[float] = []
+    staged: list[tuple[float, dict[str, float]]] = []
     for _ in range(steps):
         plain.append(_one(rank, step, between, None))
         if profile.stages:
-            staged.append(_one(rank, step, between, timer))
-    stages = {row.stage: row.milliseconds / len(staged) for row in timer.table()} if staged else {}
+            timer.reset()
+            total = _one(rank, step, between, timer)
+            staged.append((total, {row.stage: row.milliseconds for row in timer.table()}))
+    stages = _middle(staged)
     kernels = _traced(rank, step, between, profile)
-    return StepTimes(plain, staged, _with_gaps(stages, kernels) if kernels else stages, kernels)
+    totals = [total for total, _ in staged]
+    return StepTimes(plain, totals, _with_gaps(stages, kernels) if kernels else stages, kernels)
+
+
+def _middle(staged: Sequence[tuple[float, dict[str, float]]]) -> dict[str, float]:
+    """Mean of each stage over the steps that are neither among the fastest nor among the slowest fifth."""
+    fifth = len(staged) // 5
+    kept = [table for _, table in sorted(staged, key=lambda item: item[0])[fifth : len(staged) - fifth]]
+    names = dict.fromkeys(name for table in kept for name in table)
+    return {name: sum(table.get(name, 0.0) for table in kept) / len(kept) for name in names}
 
 
 def _one(rank: Rank, step: Callable[[], object], between: Callable[[], None], timer: StageTimer | None) -> float:

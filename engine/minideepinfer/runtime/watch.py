@@ -45,6 +45,8 @@ class Watch(threading.Thread):
         self._store, self._rank, self._size = store, rank, size
         self._beats = 0
         self._decided_at = 0.0
+        self._absent: list[int] = []
+        self._store_gone = False
         self._seen = [(b"", time.monotonic()) for _ in range(size)]
         self._awaited: tuple[Sequence[str], float] | None = None
         self._busy_since: float | None = None
@@ -59,8 +61,10 @@ class Watch(threading.Thread):
         """Look again and again until `stop`."""
         while not self._ended.wait(self._interval):
             try:
-                self._look()
+                if not self._store_gone:
+                    self._look()
             except RuntimeError as error:  # what the store raises
+                self._store_gone = True  # each further try would write a long trace to stderr
                 reason = str(error).partition("\n")[0]
                 self._decide(
                     f"the store of the {self._size} ranks, which rank 0 or torchrun serves, is gone ({reason})"
@@ -93,18 +97,24 @@ class Watch(threading.Thread):
         """What has gone wrong, now that something has; waits until this is known, but not longer than the grace."""
         self._silence = self._short_silence
         if not self.decided.wait(self.grace):
-            absent = [rank for rank in range(self._size) if rank != self._rank]
+            self._absent = [rank for rank in range(self._size) if rank != self._rank]
             with suppress(RuntimeError):
-                absent = self._without("stopped/")
-            self._decide(f"{named(absent, self._size)} took part no more")
+                self._absent = self._without("stopped/")
+            self._decide(f"{named(self._absent, self._size)} took part no more")
         return self.verdict
 
     def wait_for_others(self) -> None:
-        """Wait until the others have left or are silent, but not longer than the grace."""
+        """Wait until the others have left, are silent or absent, but not longer than the grace."""
         end = time.monotonic() + self.grace
         with suppress(RuntimeError):
-            while time.monotonic() < end and set(self._without("left/")) - set(self._silent()):
+            while (
+                not self._store_gone
+                and time.monotonic() < end
+                and set(self._without("left/")) - {*self._silent(), *self._absent}
+            ):
                 time.sleep(self._interval / 4)
+        if self._absent:
+            time.sleep(2 * self._interval)  # their watches may still read the verdict
 
     def _look(self) -> None:
         self.beat()
@@ -136,7 +146,8 @@ class Watch(threading.Thread):
     def _decide(self, verdict: str) -> None:
         if not self.verdict:
             with suppress(RuntimeError):
-                verdict = self._store.compare_set("fault", "", verdict).decode()
+                if not self._store_gone:
+                    verdict = self._store.compare_set("fault", "", verdict).decode()
             self.verdict, self._decided_at = verdict, time.monotonic()
             self.decided.set()
 

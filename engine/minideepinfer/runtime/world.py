@@ -219,8 +219,7 @@ class _Ranks(World):
             self._end()
 
     def _fail(self, error: BaseException) -> str:
-        """Tell the others, leave, and find out what has happened."""
-        self._watch.leave()
+        """Tell the others, leave, and find out what has happened; the watch ends what gets stuck here as well."""
         if not _is_loss(error):
             self.failure = f"rank {self.rank} of {self.size} failed: {type(error).__name__}: {error}"
         with suppress(RuntimeError):

@@ -47,13 +47,19 @@ class SentTokens:
         """See `TokenExchange`; what arrives is in the order of ranks, and in a rank's in that of its tokens."""
         ranks = torch.arange(self.world_size, device=x.device)[:, None, None]
         owned = (topk_ids >= 0) & (topk_ids // self._experts_per_rank == ranks)  # [R, T, k]
-        sending, receiving = self._group.exchange_numbers(owned.any(2).sum(1))
-        to, tokens = torch.nonzero_static(owned.any(2), size=sum(sending)).unbind(1)
+        to_rank = owned.any(2)
+        numbers = self._group.exchange_numbers(to_rank.sum(1))
+        # Room for every token to go everywhere, so that the device has all this while the host waits for the numbers.
+        to, tokens = torch.nonzero_static(to_rank, size=to_rank.numel(), fill_value=0).unbind(1)
         here = owned[to, tokens]
         rows = (x[tokens], topk_ids[tokens].where(here, -1), topk_weights[tokens].where(here, 0.0))
+        sending, receiving = numbers.wait()
         room = tuple(part.new_empty(sum(receiving), *part.shape[1:]) for part in rows)
-        moves = [Move(part.split(sending), space.split(receiving)) for part, space in zip(rows, room, strict=True)]
-        arrived = Dispatched(room[0], room[1], room[2], Sent(tokens, sending, receiving))
+        moves = [
+            Move(part[: sum(sending)].split(sending), space.split(receiving))
+            for part, space in zip(rows, room, strict=True)
+        ]
+        arrived = Dispatched(room[0], room[1], room[2], Sent(tokens[: sum(sending)], sending, receiving))
         return self._group.exchange(moves, lambda: arrived)
 
     def combine(self, partial: Tensor, handle: Sent) -> Pending[Tensor]:

@@ -94,8 +94,8 @@ class Group:
             works = dist.batch_isend_irecv(transfers) if transfers else ()
         return Travelling(self, transfers, works, finish)
 
-    def exchange_numbers(self, numbers: Tensor) -> tuple[list[int], list[int]]:
-        """Give every rank a number, 8 bytes; the host waits, once.
+    def exchange_numbers(self, numbers: Tensor) -> Travelling[tuple[list[int], list[int]]]:
+        """Give every rank a number, 8 bytes; whoever waits for them makes the host wait.
 
         Args:
             numbers: int64 `[ranks]` on the compute device.
@@ -103,12 +103,11 @@ class Group:
         Returns:
             On the host: the numbers, and what each rank has for this one.
         """
-        received = torch.empty_like(numbers)
+        both = torch.stack([numbers, torch.empty_like(numbers)])
         with self.meeting():
-            dist.all_to_all_single(received, numbers)
+            work = dist.all_to_all_single(both[1], both[0], async_op=True)
         self.sent_bytes += (self.size - 1) * numbers.element_size()
-        given, taken = torch.stack([numbers, received]).tolist()
-        return given, taken
+        return Travelling(self, (), [work], lambda: _on_the_host(both))
 
     @contextmanager
     def meeting(self) -> Iterator[None]:
@@ -125,6 +124,11 @@ class Group:
     def _peers(self) -> list[int]:
         """The other ranks, the next one first, so that not all ranks send to the same one at once."""
         return [(self.rank + step) % self.size for step in range(1, self.size)]
+
+
+def _on_the_host(both: Tensor) -> tuple[list[int], list[int]]:
+    given, taken = both.tolist()
+    return given, taken
 
 
 def _start(size: int, device: torch.device, timeout: timedelta) -> None:

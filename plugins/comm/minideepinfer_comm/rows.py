@@ -17,12 +17,17 @@ def fetch_rows(
     """See `CommOperator.fetch_rows`.
 
     A rank that needs U_o different rows of owner o sends it `8 * U_o` bytes, and 8 to say how many; an owner sends back
-    the row bytes of all tables for each id it was asked for. The host waits twice: for the number of different rows,
-    and for the numbers of others' rows.
+    the row bytes of all tables for each id it was asked for. The host waits once, for the numbers of rows.
     """
-    wanted, place = torch.unique(row_ids, return_inverse=True)  # ascending, so by owner
+    ordered, places = row_ids.sort()  # by owner, equal ones together
+    first = ordered != ordered.roll(1)
+    first[:1] = True
     owners = torch.arange(group.size, device=row_ids.device)[:, None]
-    asked_of, asking = group.exchange_numbers((wanted // rows_per_rank == owners).sum(1))
+    numbers = group.exchange_numbers((first & (ordered // rows_per_rank == owners)).sum(1))
+    wanted = ordered[torch.nonzero_static(first, size=len(first), fill_value=0)[:, 0]]  # and more behind them
+    place = torch.empty_like(places).scatter_(0, places, first.cumsum(0) - 1)
+    asked_of, asking = numbers.wait()
+    wanted = wanted[: sum(asked_of)]
     questions = wanted.new_empty(sum(asking))
     group.exchange([Move(wanted.split(asked_of), questions.split(asking))], finish=_nothing).wait()
     here = questions - group.rank * rows_per_rank

@@ -1,11 +1,12 @@
 """Attention that finds its keys itself: window entries in the rings and in this step, selected ones through the pages.
 
-Tiling: a program takes one token, 64 query heads in M, and a range of its keys, 64 at a time, its window first. With
-one range it writes the heads; with more, so that few tokens fill the chip, it writes float32 sums that
-`combine_kernel` adds in the order of the ranges. Registers hold the 64 x 512 float32 sums, shared memory q (64 KiB)
-and two tiles of keys (64 KiB each). Nothing is copied or gathered before, and no table but the caller's is read.
-On one H200 at 64 x 512, 512 + 128 keys: T = 64 0.057 ms, floor 0.012 (bytes); T = 1 0.023, most of it waiting in turn
-for tables, keys and partial sums; T = 4096 2.38, see docs/findings.md.
+Tiling: a program takes one token, 64 query heads in M (16 where there are few rows), and a range of its keys, 64 at a
+time, its window first. With one range it writes the heads; with more, so that few tokens fill the chip, it writes
+float32 sums that `combine_kernel` adds in the order of the ranges. Registers hold the 64 x 512 float32 sums, shared
+memory q (64 KiB) and two tiles of keys (64 KiB each); with 16 heads a quarter of sums and q. Nothing is copied or
+gathered before, and no table but the caller's is read.
+On one H200 at 64 x 512, 512 + 128 keys: T = 1 0.016 ms, T = 16 0.033, waiting in turn for tables, keys and partial sums
+(floors: 0.0002 and 0.003, bytes); T = 4096 2.38, see docs/findings.md.
 """
 
 from __future__ import annotations

@@ -50,17 +50,8 @@ OUTPUT_ROW = gl.constexpr(gl.SliceLayout(1, OUTPUT.value))
 WEIGHTS = gl.constexpr(gl.DotOperandLayout(0, OUTPUT.value, 2))
 
 
-class Boxes(NamedTuple):
-    """Descriptors: q and out `[T * 64, 512]` in `[64, 64]`, the buffer `[N, 512]` in `[128, 64]` and `[16, 64]`."""
-
-    q: gl.tensor
-    keys: gl.tensor
-    extra: gl.tensor
-    out: gl.tensor
-
-
 class Work(NamedTuple):
-    """`ranges` and the rest as in `WindowTiles`; a token's window begins in row `first_rows` of the buffer."""
+    """Which tokens there are, see `window_prefill_kernel`."""
 
     ranges: gl.tensor
     first_rows: gl.tensor
@@ -136,7 +127,7 @@ def _load_q(wg: gl.constexpr, desc, work, tiles, bars):
 
 
 @gluon.jit
-def _load_keys(boxes, work, tiles, bars):
+def _load_keys(keys, extra, work, tiles, bars):
     """Bring the rows that a tile's tokens share, a chunk as soon as both are done with the one before."""
     step = gl.num_programs(0)
     row = gl.load(work.first_rows + _first(work, gl.program_id(0)))
@@ -146,8 +137,8 @@ def _load_keys(boxes, work, tiles, bars):
         for c in gl.static_range(CHUNKS):
             mbarrier.wait(bars.empty[c], phase)
             mbarrier.expect(bars.full[c], (WINDOW + EXTRA) * CHUNK * 2)
-            load_box(boxes.keys, [row, c * CHUNK], bars.full[c], tiles.keys.index(c))
-            load_box(boxes.extra, [row + WINDOW, c * CHUNK], bars.full[c], tiles.extra.index(c))
+            load_box(keys, [row, c * CHUNK], bars.full[c], tiles.keys.index(c))
+            load_box(extra, [row + WINDOW, c * CHUNK], bars.full[c], tiles.extra.index(c))
         row = following
         phase ^= 1
 
@@ -267,9 +258,23 @@ def _attend(wg: gl.constexpr, desc, work, sink_ptr, cos, sin, scale, tiles, bars
 
 @gluon.jit(do_not_specialize=["num_tiles"])
 def window_prefill_kernel(q, keys, extra, out, ranges, first_rows, hidden, sink, cos, sin, scale, num_tiles):
-    """Descriptors as in `Boxes`; `ranges`, `first_rows` and `hidden` as in `Work`. `scale`: for base 2."""
+    """All tokens.
+
+    Args:
+        q: descriptor of `[T * 64, 512]` in boxes `[64, 64]`.
+        keys: descriptor of the window buffer `[N, 512]` in boxes `[128, 64]`.
+        extra: the same in boxes `[16, 64]`.
+        out: like q.
+        ranges: int32 `[num_tiles, 2]`, a tile's first token and the token behind its last.
+        first_rows: int32 `[T]`, the row of the buffer where a token's window begins.
+        hidden: int32 `[T]`, how many of its first rows the token does not see.
+        sink: float32 `[64]`.
+        cos: float32 `[T, 32]`.
+        sin: float32 `[T, 32]`.
+        scale: factor on the logits, times log2(e).
+        num_tiles: how many.
+    """
     tiles, bars = _allocate()
-    boxes = Boxes(q, keys, extra, out)
     work = Work(ranges, first_rows, hidden, num_tiles)
     gl.warp_specialize(
         [
@@ -277,7 +282,7 @@ def window_prefill_kernel(q, keys, extra, out, ranges, first_rows, hidden, sink,
             (_attend, (gl.constexpr(1), out, work, sink, cos, sin, scale, tiles, bars)),
             (_load_q, (gl.constexpr(0), q, work, tiles, bars)),
             (_load_q, (gl.constexpr(1), q, work, tiles, bars)),
-            (_load_keys, (boxes, work, tiles, bars)),
+            (_load_keys, (keys, extra, work, tiles, bars)),
         ],
         [4, 1, 1, 1],
         [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],

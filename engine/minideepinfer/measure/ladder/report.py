@@ -2,41 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
-from minideepinfer.errors import ConfigError
 from minideepinfer.measure.compare import Change
 from minideepinfer.measure.ladder import KERNEL, KERNEL_BEFORE
+from minideepinfer.measure.ladder.one_session import check, operators_of
 from minideepinfer.measure.ladder.pictures import STEPS, THROUGHPUT
 from minideepinfer.measure.record import Measurement, Record
-
-
-def check(records: Sequence[Record]) -> None:
-    """Refuse records that are not those of one ladder.
-
-    Raises:
-        ConfigError: there are none, one is of another benchmark, or of another machine, commit or seed.
-    """
-    if not records:
-        raise ConfigError("report: no records; at least one rung of a ladder is needed")
-    for record in records:
-        if record.benchmark != "ladder":
-            raise ConfigError(f"report: record {record.name!r} is of `bench {record.benchmark}`, needs `bench ladder`")
-        for what, of in _ONE_SESSION.items():
-            if of(record) != of(records[0]):
-                raise ConfigError(
-                    f"report: {what} of {record.name!r} is {of(record)!r} and of {records[0].name!r} "
-                    f"{of(records[0])!r}; times of different runs are not put together"
-                )
-
-
-_ONE_SESSION: dict[str, Callable[[Record], Any]] = {
-    "device": lambda record: record.machine.device,
-    "driver": lambda record: record.machine.driver,
-    "commit": lambda record: (record.software.commit, record.software.dirty),
-    "seed": lambda record: record.seed,
-}
 
 
 def render(records: Sequence[Record], source: str = "") -> str:
@@ -259,9 +231,8 @@ def _plans(records: Sequence[Record]) -> str:
 
 
 def _plan(record: Record) -> str:
-    operators = record.plan.get("operators", []) if isinstance(record.plan, dict) else record.plan or []
     chosen: dict[str, dict[str, None]] = {}
-    for entry in operators:
+    for entry in operators_of(record):
         options = "".join(f" {key}={value}" for key, value in entry.get("options", {}).items())
         text = f"{entry['operator']}{options} ({entry['distribution']} {entry['version']})"
         if entry["phase"] == "prefill":
@@ -313,6 +284,6 @@ def number(value: float) -> str:
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], numbers: Iterable[int] = ()) -> str:
     right = set(numbers)
     rule = ["---:" if column in right else "---" for column in range(len(heads))]
-    cells = [[str(cell).replace("|", "\\|") for cell in row] for row in [heads, *rows]]
+    cells = [[" ".join(str(cell).split()).replace("|", "\\|") for cell in row] for row in [heads, *rows]]
     lines = [f"| {' | '.join(row)} |" for row in cells]
     return "\n".join([lines[0], f"|{'|'.join(rule)}|", *lines[1:]])

@@ -289,6 +289,7 @@ def test_errors_that_changed_stand_beside_the_times(tmp_path: Path, capsys: pyte
     assert main(["bench", "compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
     out = capsys.readouterr().out
     assert "error of_bound       0.01 -> 0.9" in out
+    assert "times are of two runs, which may differ by more than the spread within one" in out
     assert "block" not in out and "heads" not in out
 
 

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from minideepinfer.measure.record import Record
 
 GATED = "ratio_to_naive"
+RUNS = "times are of two runs, which may differ by more than the spread within one; ratios within a run are what counts"
 QUIET = ("flops", "bytes", "tflops", "gb_s")
 """Values that follow from others."""
 
@@ -40,6 +41,8 @@ def _compare(args: argparse.Namespace) -> int:
     print(f"A: {args.before}, {_origin(before)}\nB: {args.after}, {_origin(after)}")
     for pair in pairs:
         print("\n".join(_lines(pair)))
+    if any(change.before.unit == "ms" for pair in pairs for change in pair.changes):
+        print(RUNS)
     refused = [pair.title for pair in pairs if pair.differences]
     if refused:
         print(f"{len(refused)} of {len(pairs)} cannot be compared")

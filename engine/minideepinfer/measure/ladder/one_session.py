@@ -43,9 +43,7 @@ def _lacks(record: Record) -> Iterator[str]:
             yield f"{name} in {unit}"
     if not isinstance(record.problem.get("layers"), int):
         yield "number of layers in its problem"
-    if not all(
-        {"family", "operator", "phase", "distribution", "version"} <= set(entry) for entry in operators_of(record)
-    ):
+    if not all(set(entry) >= _OF_OPERATOR for entry in operators_of(record)):
         yield "plan whose operators say family, operator, phase, distribution and version"
 
 

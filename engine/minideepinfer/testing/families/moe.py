@@ -92,20 +92,32 @@ def given_routing(subject: Subject, case: MoeCase) -> None:
 
 
 def unused_experts(subject: Subject, case: MoeCase) -> None:
-    """Experts that no token chose may hold anything."""
+    """Experts that no token chose may hold anything.
+
+    An operator may choose its arithmetic by the exponents of a layer's weights, so only codes leave the bits alone.
+    """
     if case.routing is None:
         return
     weights = case.weights
     experts, used = weights.experts, case.routing[0].unique() - weights.experts.expert_start
-    unused = ~torch.isin(torch.arange(experts.num_local), used)
-    spoiled = replace(
+    unused = ~torch.isin(torch.arange(experts.num_local), used)[:, None, None]
+    codes = replace(
         experts,
-        w13_scale=experts.w13_scale.masked_fill(unused[:, None, None, None], 255),
-        w2_scale=experts.w2_scale.masked_fill(unused[:, None, None], 255),
+        w13=torch.where(unused[:, None], experts.w13 ^ 255, experts.w13),
+        w2=torch.where(unused, experts.w2 ^ 255, experts.w2),
     )
-    other = replace(case, weights=replace(weights, experts=spoiled))
-    exact = subject.properties.deterministic
-    subject.agree(case, subject.run(other), subject.run(case), "with NaN in unused experts", exact=exact)
+    scales = replace(
+        experts,
+        w13_scale=experts.w13_scale.masked_fill(unused[:, None], 255),
+        w2_scale=experts.w2_scale.masked_fill(unused, 255),
+    )
+    expected, exact = subject.run(case), subject.properties.deterministic
+    for spoiled, how, bitwise in (
+        (codes, "with other numbers in unused experts", exact),
+        (scales, "with NaN in unused experts", False),
+    ):
+        other = replace(case, weights=replace(weights, experts=spoiled))
+        subject.agree(case, subject.run(other), expected, how, exact=bitwise)
 
 
 def ranks_add_up(subject: Subject, case: MoeCase) -> None:

@@ -226,7 +226,8 @@ def measure_prefill(
     machine = watch.machine()
     values = _values(bench, times)
     if device.type == "cuda" and times.stages and times.kernels is None:
-        notes.append("the profiler saw no kernels, so waiting counts in the stage that waits")
+        why = "the profiler saw no kernels" if profile.gaps else "no step was traced"
+        notes.append(f"{why}, so waiting counts in the stage that waits")
     if rates is None:
         progress("measuring rates")
         rates = measured_rates(device)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from itertools import combinations
 from pathlib import Path
 
 import pytest
-from ladder_records import NAIVE, ladder, rung
+from ladder_records import NAIVE, ladder, measurement, rung
 from minideepinfer.cli.main import main
 from minideepinfer.errors import ConfigError
 from minideepinfer.measure.ladder import pictures
@@ -94,6 +95,51 @@ def test_nothing_is_scaled_from_fewer_layers() -> None:
     assert rungs["+A"]["× first"] == rungs["+A"]["× before"] == "–"
     assert rungs["all naive"]["tokens/s"].endswith("(4 layers)")
     assert "→" not in evidence["+A"]["step"]
+
+
+def test_nothing_is_compared_stage_by_stage_where_layers_differ() -> None:
+    evidence = tables(render([rung("all naive", NAIVE, layers=4), *ladder()[1:]]))[1]
+    assert evidence["+A"]["stage"] == "–"
+    assert "→" in evidence["+B1"]["stage"]
+
+
+def test_a_gain_within_the_spread_says_so() -> None:
+    records = [rung("all naive", NAIVE), rung("+luck", {**NAIVE, Stage.ATTENTION: 6700.0}, "all naive")]
+    rungs = tables(render(records))[0]
+    assert rungs["+luck"]["× before"] == rungs["+luck"]["× first"] == "1.008 (within the spread)"
+    assert rungs["all naive"]["× first"] == "1.000"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"values": {}}, "has no step in ms"),
+        ({"values": {"step": measurement(0.0)}}, "has no step in ms"),
+        ({"problem": {"new_tokens": 4096, "layers": None}}, "has no number of layers"),
+        ({"problem": {"new_tokens": 8, "layers": 40}}, "problem of 'odd' is {'new_tokens': 8}"),
+        ({"plan": {"operators": [{"operator": "x"}]}}, "has no plan whose operators say family"),
+        ({"precision": {"dtype": "float32"}}, "dtype of 'odd' is 'float32'"),
+        ({"name": "all naive"}, "two records are named 'all naive'"),
+    ],
+)
+def test_a_record_edited_by_hand_is_a_clear_error(changes: dict[str, object], message: str) -> None:
+    first = rung("all naive", NAIVE)
+    odd = rung("odd", NAIVE, "all naive").model_copy(update=changes)
+    with pytest.raises(ConfigError, match=f"report: .*{re.escape(message)}"):
+        render([first, odd])
+
+
+def test_a_name_of_two_lines_is_one_cell() -> None:
+    assert "a b\\|c" in render([rung("a\nb|c", NAIVE)])
+
+
+@pytest.mark.parametrize("name", ["$\\nothing$", "a rung with " + "one_long_word_" * 5])
+def test_any_name_can_be_drawn(name: str, tmp_path: Path) -> None:
+    records = [rung(name, NAIVE)]
+    pictures.draw(records, tmp_path)
+    lines = pictures._name(records[0]).splitlines()
+    assert len(lines) <= 2
+    assert all(len(line) > 1 for line in lines)
 
 
 def test_records_of_other_sessions_or_benchmarks_are_refused() -> None:

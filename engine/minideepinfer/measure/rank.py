@@ -214,11 +214,12 @@ class Rank:
         """What every benchmark of a rank says first: what is absent or made up, and the precision."""
         alone = f"one rank of {self.shape.world_size}, no network"
         weights = "random weights" if self.shape.checkpoint is None else f"weights of {self.shape.checkpoint}"
+        engram = "all" if self.shape.engram_fraction == 1 else f"{self.shape.engram_fraction:.3g}"
         return (
             f"{alone if self.others else f'{self.world.size} ranks'}; "
             f"{', '.join(f'{name} {value}' for name, value in self.precision().items())}; "
-            f"{len(self.model.blocks)} of {self.config.num_hidden_layers} layers, {weights}, random cache, "
-            f"{self.shape.engram_fraction:.3g} of the rank's Engram rows"
+            f"{len(self.model.blocks)} of {self.config.num_hidden_layers} layers, {weights}, random tokens "
+            f"and cache, {engram} of the rank's Engram rows"
         )
 
     def synchronize(self) -> None:

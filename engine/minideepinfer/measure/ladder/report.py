@@ -2,40 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
-from minideepinfer.errors import ConfigError
+from minideepinfer.measure.compare import Change
 from minideepinfer.measure.ladder import KERNEL, KERNEL_BEFORE
+from minideepinfer.measure.ladder.one_session import check, operators_of
 from minideepinfer.measure.ladder.pictures import STEPS, THROUGHPUT
 from minideepinfer.measure.record import Measurement, Record
-
-
-def check(records: Sequence[Record]) -> None:
-    """Refuse records that are not those of one ladder.
-
-    Raises:
-        ConfigError: there are none, one is of another benchmark, or of another machine, commit or seed.
-    """
-    if not records:
-        raise ConfigError("report: no records; at least one rung of a ladder is needed")
-    for record in records:
-        if record.benchmark != "ladder":
-            raise ConfigError(f"report: record {record.name!r} is of `bench {record.benchmark}`, needs `bench ladder`")
-        for what, of in _ONE_SESSION.items():
-            if of(record) != of(records[0]):
-                raise ConfigError(
-                    f"report: {what} of {record.name!r} is {of(record)!r} and of {records[0].name!r} "
-                    f"{of(records[0])!r}; times of different runs are not put together"
-                )
-
-
-_ONE_SESSION: dict[str, Callable[[Record], Any]] = {
-    "device": lambda record: record.machine.device,
-    "driver": lambda record: record.machine.driver,
-    "commit": lambda record: (record.software.commit, record.software.dirty),
-    "seed": lambda record: record.seed,
-}
 
 
 def render(records: Sequence[Record], source: str = "") -> str:
@@ -104,8 +77,9 @@ def _rungs(records: Sequence[Record]) -> str:
     heads.append("largest error")
     return _table(heads, rows, numbers=range(3, 9)) + (
         "\n\n± is half of the distance between the 20th and 80th percentile. `× before` is the speed against the rung "
-        "that it builds on; no ratio stands where layers differ. `× floor` is the step over the sum of its stages' "
-        "floors, at the rates of this session."
+        "that it builds on; no ratio stands where layers differ, and one is *within the spread* if "
+        "the intervals between those percentiles overlap. `× floor` is the step over the sum of its stages' floors, at "
+        "the rates of this session."
     )
 
 
@@ -122,8 +96,10 @@ def _layers(record: Record, records: Sequence[Record]) -> str:
 def _ratio(record: Record, other: Record | None) -> str:
     if other is None or record.problem.get("layers") != other.problem.get("layers"):
         return "–"
-    ratio = record.values["tokens_per_second"].median / other.values["tokens_per_second"].median
-    return f"{ratio:.3f}" if 0.1 < ratio < 1.05 else f"{ratio:.2f}" if 1 < ratio < 10 else f"{ratio:.3g}"
+    speed = Change("tokens_per_second", other.values["tokens_per_second"], record.values["tokens_per_second"])
+    ratio = speed.after.median / speed.before.median
+    hidden = " (within the spread)" if speed.within_spread and record is not other else ""
+    return (f"{ratio:.3f}" if 0.1 < ratio < 1.05 else f"{ratio:.2f}" if 1 < ratio < 10 else f"{ratio:.3g}") + hidden
 
 
 def largest_error(record: Record) -> str:
@@ -146,14 +122,16 @@ def _evidence(records: Sequence[Record]) -> str:
         base = _base(record, records)
         if base is None:
             continue
-        stages = [f"{stage}: {_stage(base, stage)} → {_stage(record, stage)}" for stage in _changed(record, base)]
+        alike = base.problem.get("layers") == record.problem.get("layers")
+        changed = _changed(record, base) if alike else []
+        stages = [f"{stage}: {_stage(base, stage)} → {_stage(record, stage)}" for stage in changed]
         rows.append(
             [
                 record.name,
                 "<br>".join(_kernel(record, name) for name in _kernels(record)) or "–",
                 "<br>".join(stages) or "–",
                 f"{number(base.values['step'].median)} → {number(record.values['step'].median)}"
-                if base.problem.get("layers") == record.problem.get("layers")
+                if alike
                 else f"{number(record.values['step'].median)}{_layers(record, records)}",
                 largest_error(record),
             ]
@@ -256,9 +234,8 @@ def _plans(records: Sequence[Record]) -> str:
 
 
 def _plan(record: Record) -> str:
-    operators = record.plan.get("operators", []) if isinstance(record.plan, dict) else record.plan or []
     chosen: dict[str, dict[str, None]] = {}
-    for entry in operators:
+    for entry in operators_of(record):
         options = "".join(f" {key}={value}" for key, value in entry.get("options", {}).items())
         text = f"{entry['operator']}{options} ({entry['distribution']} {entry['version']})"
         if entry["phase"] == "prefill":
@@ -310,6 +287,6 @@ def number(value: float) -> str:
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], numbers: Iterable[int] = ()) -> str:
     right = set(numbers)
     rule = ["---:" if column in right else "---" for column in range(len(heads))]
-    cells = [[str(cell).replace("|", "\\|") for cell in row] for row in [heads, *rows]]
+    cells = [[" ".join(str(cell).split()).replace("|", "\\|") for cell in row] for row in [heads, *rows]]
     lines = [f"| {' | '.join(row)} |" for row in cells]
     return "\n".join([lines[0], f"|{'|'.join(rule)}|", *lines[1:]])

@@ -146,6 +146,7 @@ def test_an_unknown_operator_is_refused() -> None:
         (["--profile", "trace"], "--profile trace: known are `stages` and `trace FILE`"),
         (["--profile", "trace", "one", "--output", "./one"], "--profile trace one and --output ./one are one file"),
         (["--set", "cache.num_pages=2"], "--set cache.num_pages: the benchmark's problem decides it"),
+        (["--set", "engram.placement=host"], "engram.placement is 'host'; random tables are made on the device"),
         (["--profile", "kernels"], "--profile kernels: known are `stages` and `trace FILE`"),
     ],
 )
@@ -183,6 +184,7 @@ def test_the_command_prints_and_keeps_everything(tmp_path: Path, capsys: pytest.
     (record,) = read_records(file)
     assert "; 1 of the rank's" not in first and "all of the rank's Engram rows" in first
     assert record.problem["layers"] == 3
+    assert (record.problem["page_tokens"], record.problem["engram_placement"]) == (64, "device")
     assert record.values["step"].repeats == 3
     assert record.plan
     for stage in record.stages:

@@ -84,9 +84,8 @@ def test_a_rung_is_compared_with_the_one_that_it_builds_on() -> None:
 
 def test_a_rung_that_never_ran_is_told() -> None:
     names = ["all naive", "+A", "+B1"]
-    first = ladder()[0]
-    first = first.model_copy(update={"problem": {**first.problem, "rungs": names}})
-    assert "Rungs of this ladder without a record: +B1." in render([first, ladder()[1]])
+    ran = [r.model_copy(update={"problem": {**r.problem, "rungs": names}}) for r in ladder()[:2]]
+    assert "Rungs of this ladder without a record: +B1." in render(ran)
 
 
 def test_nothing_is_scaled_from_fewer_layers() -> None:

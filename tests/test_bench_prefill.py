@@ -182,6 +182,7 @@ def test_the_command_prints_and_keeps_everything(tmp_path: Path, capsys: pytest.
     assert "replay bounded; 3 of 12 layers, random weights, random tokens and cache" in first
     assert "tokens/s" in out
     (record,) = read_records(file)
+    assert "; 64 new tokens behind 128 cached ones; the other ranks' 64 tokens are random rows" in first
     assert "; 1 of the rank's" not in first and "all of the rank's Engram rows" in first
     assert record.problem["layers"] == 3
     assert (record.problem["page_tokens"], record.problem["engram_placement"]) == (64, "device")
@@ -222,7 +223,7 @@ def test_ranks_that_are_there_are_not_made_up(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.startswith("2 ranks; dtype float32, ")
     assert done.stdout.count("rows per expert: ") == 1, "one rank reports"
-    assert "each rank has 64 tokens of its own" in done.stdout
+    assert "64 new tokens behind 128 cached ones; each rank has as many of its own" in done.stdout
     (record,) = read_records(file)
     assert record.problem["ranks"] == 2
     assert record.stages[Stage.COMMUNICATION] > 0

@@ -128,6 +128,17 @@ def test_a_record_edited_by_hand_is_a_clear_error(changes: dict[str, object], me
         render([first, odd])
 
 
+def test_a_rung_of_other_precision_says_so() -> None:
+    first, other = rung("all naive", NAIVE), rung("+fast", NAIVE, "all naive")
+    for record in (first, other):
+        record.precision["activation_quantization"] = "none"
+    other.precision["activation_quantization"] = "released"
+    text = render([first, other])
+    assert "- **+fast**: attention naive (mini-deepinfer 0.1.0); activation_quantization released\n" in text
+    assert "- **all naive**: attention naive (mini-deepinfer 0.1.0)\n" in text
+    assert "the first rung has dtype bfloat16, activation_quantization none" in text
+
+
 def test_a_name_of_two_lines_is_one_cell() -> None:
     assert "a b\\|c" in render([rung("a\nb|c", NAIVE)])
 

@@ -230,7 +230,13 @@ def _error(value: float | None) -> str:
 
 
 def _plans(records: Sequence[Record]) -> str:
-    return "\n".join(f"- **{record.name}**: {_plan(record)}" for record in records)
+    return "\n".join(f"- **{record.name}**: {_plan(record)}{_precision(record, records[0])}" for record in records)
+
+
+def _precision(record: Record, first: Record) -> str:
+    """Switches that are not those of the first rung; replay is said of every one."""
+    changed = {k: v for k, v in record.precision.items() if k != "replay" and v != first.precision.get(k)}
+    return "".join(f"; {name} {value}" for name, value in changed.items())
 
 
 def _plan(record: Record) -> str:
@@ -259,7 +265,8 @@ def _conditions(records: Sequence[Record]) -> str:
     state = " with changes" if software.dirty else ""
     versions = ", ".join(f"{name} {version}" for name, version in software.versions.items())
     lines.append(f"- commit {software.commit or 'unknown'}{state}; {versions}")
-    lines.append(f"- seed {first.seed}; {', '.join(f'{key} {value}' for key, value in first.precision.items())}")
+    precision = ", ".join(f"{key} {value}" for key, value in first.precision.items())
+    lines.append(f"- seed {first.seed}; the first rung has {precision}")
     if first.rates:
         lines.append(f"- rates of the same session: {', '.join(f'{k} {v:.4g}' for k, v in first.rates.items())}")
     steps = ", ".join(f"{record.name} {record.values['step'].repeats}" for record in records)

@@ -124,6 +124,20 @@ def test_an_interrupted_write_keeps_what_was_there(tmp_path: Path, monkeypatch: 
     assert list(tmp_path.iterdir()) == [file]
 
 
+def test_a_file_in_a_folder_that_takes_no_other_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, write = tmp_path / "r.json", Path.write_text
+    file.touch()
+
+    def only_this(path: Path, *args: Any, **how: Any) -> int:
+        if path != file:
+            raise PermissionError(path)
+        return write(path, *args, **how)
+
+    monkeypatch.setattr(Path, "write_text", only_this)
+    write_records(file, [record()])
+    assert read_records(file) == [record()]
+
+
 def test_asking_whether_a_file_can_be_written_leaves_none_behind(tmp_path: Path) -> None:
     require_writable(tmp_path / "new")
     (tmp_path / "old").write_text("kept")

@@ -129,6 +129,8 @@ def write_records(path: str | Path, records: list[Record]) -> None:
         try:
             beside.write_text(text, encoding="utf-8")
             beside.replace(target)
+        except PermissionError:  # the file may be written, and nothing beside it
+            path.write_text(text, encoding="utf-8")
         finally:
             beside.unlink(missing_ok=True)
     except OSError as error:

@@ -13,9 +13,11 @@ from minideepinfer.cli.main import main
 from minideepinfer.errors import ConfigError
 from minideepinfer.measure.ladder import pictures
 from minideepinfer.measure.ladder.report import number, render
-from minideepinfer.measure.record import Record, write_records
+from minideepinfer.measure.record import Record, read_records, write_records
 from minideepinfer.operators.context import Stage
 
+ROOT = Path(__file__).parent.parent
+TRACKED = "benchmarks/results/2026-11-30-h200-ladder.json"
 LONG = "a rung with a rather long name, number {}, that says much"
 LADDERS = {
     "one": ladder()[:1],
@@ -78,6 +80,12 @@ def test_a_rung_is_compared_with_the_one_that_it_builds_on() -> None:
     assert float(rungs["+slower"]["× before"]) < 1
     assert rungs["+bounded replay"]["builds on"] == "+mHC"
     assert float(rungs["+bounded replay"]["× before"]) == pytest.approx(1 / 0.55, rel=0.01)
+
+
+def test_a_rung_that_never_ran_is_told() -> None:
+    names = ["all naive", "+A", "+B1"]
+    ran = [r.model_copy(update={"problem": {**r.problem, "rungs": names}}) for r in ladder()[:2]]
+    assert "Rungs of this ladder without a record: +B1." in render(ran)
 
 
 def test_nothing_is_scaled_from_fewer_layers() -> None:
@@ -205,6 +213,13 @@ def test_the_command_renders_without_running(tmp_path: Path, capsys: pytest.Capt
     for name in (pictures.STEPS, pictures.THROUGHPUT):
         assert f"({name}.svg)" in written
         assert (tmp_path / f"out/{name}.svg").exists()
+
+
+def test_the_page_is_that_of_its_records() -> None:
+    assert (ROOT / "docs/ladder.md").read_text(encoding="utf-8") == render(read_records(ROOT / TRACKED), TRACKED)
+    for name in (pictures.STEPS, pictures.THROUGHPUT):
+        assert (ROOT / f"docs/{name}.svg").exists()
+        assert (ROOT / f"docs/{name}.png").stat().st_size < 150_000
 
 
 def test_a_missing_kit_is_told_with_what_to_install(

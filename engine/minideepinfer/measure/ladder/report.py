@@ -47,6 +47,9 @@ def _introduction(records: Sequence[Record], source: str) -> str:
         f"One session on one {first.machine.device}; every time below is of this session, and gains are never added. "
         "A rung that is slower stays in the table; the next one says what it builds on."
     )
+    there = {record.name for record in records}
+    if missing := [name for name in first.problem.get("rungs", []) if name not in there]:
+        text.append(f"Rungs of this ladder without a record: {', '.join(missing)}.")
     if source:
         text.append(f"Written by `mini-deepinfer bench report {source}`; the records have every number.")
     return "\n".join(text)
@@ -96,7 +99,7 @@ def _ratio(record: Record, other: Record | None) -> str:
     speed = Change("tokens_per_second", other.values["tokens_per_second"], record.values["tokens_per_second"])
     ratio = speed.after.median / speed.before.median
     hidden = " (within the spread)" if speed.within_spread and record is not other else ""
-    return (f"{ratio:.3f}" if 0.1 < ratio < 1.05 else f"{ratio:.3g}") + hidden
+    return (f"{ratio:.3f}" if 0.1 < ratio < 1.05 else f"{ratio:.2f}" if 1 < ratio < 10 else f"{ratio:.3g}") + hidden
 
 
 def largest_error(record: Record) -> str:

@@ -198,7 +198,7 @@ def test_versions_commits_clocks_and_plans_may_differ() -> None:
         software=Software(commit="", dirty=True, versions={"torch": "2.12"}),
         plan={"operator": "fused"},
         seed=1,
-        problem={**record().problem, "says": "in other words"},
+        problem={**record().problem, "says": "in other words", "rungs": ["a"]},
     )
     assert list(differences(record(), other)) == []
 

@@ -15,7 +15,7 @@ MACHINE = ("device", "driver", "power_limit_watts")
 """Facts of a machine without which times mean something else."""
 
 
-WORDS = ("says", "ladder")
+WORDS = ("says", "ladder", "rungs")
 """Parts of a problem that only a reader needs."""
 
 

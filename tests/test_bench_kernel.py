@@ -225,6 +225,24 @@ def test_what_a_call_leaves_behind_for_the_next_one_is_seen(monkeypatch: pytest.
     assert first[0].time is None
 
 
+def test_an_operator_that_overwrites_its_input_where_it_may_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    from minideepinfer.operators.build import _function
+
+    class InPlace(Odd):
+        """Writes where its rows were."""
+
+        def run(self, x: Any, *args: Any) -> Any:
+            """As the reference."""
+            return x.copy_(self._operator.run(x, *args)) if args[-1] else self._operator.run(x, *args)
+
+    make = _function(naive("epilogue"))
+    monkeypatch.setitem(globals(), "build", lambda context: InPlace(make(context)))
+    operator = RegisteredOperator(declaration("odd", "epilogue", build=f"{__name__}:build"), "acme", "1.0", "ops")
+    for odd_one, reference in bench([operator]).run("tiny"):
+        assert odd_one.failure == ""
+        assert odd_one.time is not None and reference.time is not None
+
+
 def test_an_operator_that_breaks_while_it_is_timed_takes_no_other_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     operator = counting(monkeypatch, lambda call, heads: heads if call < 4 else 1 / 0)
     broken, reference = next(iter(bench([operator]).run("tiny")))

@@ -169,12 +169,14 @@ class KernelBench:
     def _checked(self, result: Result, subject: Subject, kernel: Kernel, case: Any, least: Cost) -> tuple[Result, Call]:
         with crashing(subject.registered):
             operator = subject.operator(case)
-            call = kernel.bind(subject, operator, case)
-            call()
-            found = kernel.outputs(case, call())  # of a later call, as all are that are timed: what is left over shows
+            kernel.bind(subject, operator, case)()  # what it leaves behind in the operator shows in the next call
+            call = kernel.bind(subject, operator, case)  # anew, since it may overwrite its input
+            found = kernel.outputs(case, call())
             cost = own_cost(subject.registered, operator, case, least)
         rows, few = self._family.sample(case)
         errors = judge(subject, kernel, few, found, rows)
+        with crashing(subject.registered):
+            call()  # what breaks when it is called again is not timed either
         total = len(next(iter(found.values())))
         return (
             replace(

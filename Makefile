@@ -23,3 +23,4 @@ format:
 docs:  ## rewrite the generated pages
 	$(BIN)/python -m minideepinfer.config.reference > docs/config.md
 	$(BIN)/python -m minideepinfer.testing.tolerances docs/conformance.md
+	$(BIN)/mini-deepinfer bench report benchmarks/results/2026-11-30-h200-ladder.json --out docs

@@ -68,7 +68,7 @@ def modules(bench: Bench) -> dict[str, Any]:
         world_size=1,
         engram_fraction=1 / 64 if bench.cuda else 1.0,
     )
-    one = PrefillBench(_model(bench), EngineConfig(device=bench.device.type), problem)
+    one = PrefillBench(_model(bench), EngineConfig(device=str(bench.device)), problem)
     alone = [replace(block, comm=bench.comm("single")) for block in one.model.blocks]
     found: dict[str, Any] = {}
     shared_out = [_shared_out(bench, one, block) for block in alone]
@@ -192,7 +192,7 @@ def fixed_step(bench: Bench) -> dict[str, Any]:
     config = ModelConfig.from_file(
         resources.files("minideepinfer") / "data" / CONFIGS["v41-rank" if bench.cuda else "tiny"]
     )
-    engine = EngineConfig(device=str(bench.device), parallel={"expert": bench.world}, ops={"comm": OPERATORS[0]})
+    engine = EngineConfig(device=bench.device.type, parallel={"expert": bench.world}, ops={"comm": OPERATORS[0]})
     one = PrefillBench(config, engine, problem, Connected(bench.ranks))
     found: dict[str, Any] = {"layers": len(one.model.blocks), "new tokens a rank": problem.new_tokens}
     for comm in OPERATORS:

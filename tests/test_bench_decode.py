@@ -75,3 +75,9 @@ def test_the_command_prints_and_keeps_everything(tmp_path: Path, capsys: pytest.
 def test_nothing_to_measure_is_refused(name: str, value: object) -> None:
     with pytest.raises(ConfigError, match=r"decode benchmark: .* is 0; at least 1 is needed"):
         replace(PRESETS["tiny"], **{name: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("name", "what"), [("batch_sizes", "batch size 8"), ("contexts", "context 8")])
+def test_two_records_of_a_name_are_not_measured(name: str, what: str) -> None:
+    with pytest.raises(ConfigError, match=f"decode benchmark: {what} is given twice"):
+        replace(PRESETS["tiny"], **{name: (8, 1, 8)})  # type: ignore[arg-type]

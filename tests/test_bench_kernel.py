@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -198,6 +199,79 @@ def test_an_operator_that_breaks_at_its_second_call_is_not_timed(monkeypatch: py
     assert first[0].failure == "Crash: attention:odd (acme 1.0) raised RuntimeError: again"
 
 
+class Counting(Odd):
+    """Its calls are counted, and are given their number."""
+
+    def run(self, *args: Any) -> Any:
+        """Count."""
+        vars(self)["calls"] = vars(self).get("calls", 0) + 1
+        return vars(self)["act"](vars(self)["calls"], self._operator.run(*args))
+
+
+def counting(monkeypatch: pytest.MonkeyPatch, act: Callable[[int, Any], Any]) -> RegisteredOperator:
+    """An attention operator that does something to the result of a numbered call."""
+    from minideepinfer.operators.build import _function
+
+    make = _function(naive("attention"))
+    operator = odd(monkeypatch)
+    monkeypatch.setitem(globals(), "build", lambda context: Counting(make(context), act=act))
+    return operator
+
+
+def test_what_a_call_leaves_behind_for_the_next_one_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    operator = counting(monkeypatch, lambda call, heads: call * heads)
+    first = next(iter(bench([operator]).run("tiny")))
+    assert first[0].failure.startswith("Violation: heads at ")
+    assert first[0].time is None
+
+
+def test_an_operator_that_overwrites_its_input_where_it_may_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    from minideepinfer.operators.build import _function
+
+    class InPlace(Odd):
+        """Writes where its rows were."""
+
+        def run(self, x: Any, *args: Any) -> Any:
+            """As the reference."""
+            return x.copy_(self._operator.run(x, *args)) if args[-1] else self._operator.run(x, *args)
+
+    make = _function(naive("epilogue"))
+    monkeypatch.setitem(globals(), "build", lambda context: InPlace(make(context)))
+    operator = RegisteredOperator(declaration("odd", "epilogue", build=f"{__name__}:build"), "acme", "1.0", "ops")
+    for odd_one, reference in bench([operator]).run("tiny"):
+        assert odd_one.failure == ""
+        assert odd_one.time is not None and reference.time is not None
+
+
+def test_an_operator_that_breaks_while_it_is_timed_takes_no_other_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    operator = counting(monkeypatch, lambda call, heads: heads if call < 4 else 1 / 0)
+    broken, reference = next(iter(bench([operator]).run("tiny")))
+    assert broken.failure == "Crash: ZeroDivisionError while it was timed: division by zero"
+    assert broken.time is None
+    assert reference.time is not None
+
+
+def test_an_interrupted_run_keeps_and_prints_what_it_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = KernelBench._problem
+
+    def interrupted(self: KernelBench, name: str, *args: Any) -> Any:
+        if name == "mix":
+            raise KeyboardInterrupt
+        return whole(self, name, *args)
+
+    monkeypatch.setattr(KernelBench, "_problem", interrupted)
+    file = tmp_path / "kernels.json"
+    arguments = ["bench", "kernel", "residual:naive", "--preset", "tiny", "--device", "cpu", "--output", str(file)]
+    assert main([*arguments, "--repeats", "1"]) == 130
+    assert [record.name for record in read_records(file)] == [
+        "residual:naive, tiny: enter",
+        "residual:naive, tiny: advance",
+    ]
+    assert "advance" in capsys.readouterr().out
+
+
 def test_a_candidate_source_without_candidates_is_a_failure() -> None:
     mutant = Mutant(
         "no-candidates", "", (("blocks if problem.emits_candidates else None", "None"),)
@@ -237,7 +311,7 @@ def test_an_operator_gives_its_own_formula(monkeypatch: pytest.MonkeyPatch) -> N
     assert seen[0] == reference.case_problem
 
 
-@pytest.mark.parametrize("wrong", [None, Cost({"int3": 1}, 1)])
+@pytest.mark.parametrize("wrong", [None, Cost({"int3": 1}, 1), Cost({"bf16": -1}, 1), Cost({}, math.nan)])  # type: ignore[arg-type]
 def test_a_formula_that_returns_something_else_is_refused(wrong: Any) -> None:
     operator = Odd(None, cost=lambda call, least: wrong)
     with pytest.raises(OperatorError, match=r"attention:naive .* cost returned"):

@@ -144,6 +144,9 @@ def test_an_unknown_operator_is_refused() -> None:
         (["--output", "/"], "/: cannot be written (Is a directory)"),
         (["--profile", "trace", "/"], "/: cannot be written (Is a directory)"),
         (["--profile", "trace"], "--profile trace: known are `stages` and `trace FILE`"),
+        (["--profile", "trace", "one", "--output", "./one"], "--profile trace one and --output ./one are one file"),
+        (["--set", "cache.num_pages=2"], "--set cache.num_pages: the benchmark's problem decides it"),
+        (["--set", "engram.placement=host"], "engram.placement is 'host'; random tables are made on the device"),
         (["--profile", "kernels"], "--profile kernels: known are `stages` and `trace FILE`"),
     ],
 )
@@ -157,6 +160,18 @@ def test_impossible_arguments_are_refused_before_anything_is_measured(
     assert not printed.out
 
 
+def test_a_device_that_is_too_small_is_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*args: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 4 GiB.\nAnd so on")
+
+    monkeypatch.setattr("minideepinfer.measure.rank.fill_cache", full)
+    assert main(["bench", "prefill", "--preset", "tiny", "--layers", "1"]) == 1
+    told = capsys.readouterr().err
+    assert "fewer layers or requests need less (CUDA out of memory. Tried to allocate 4 GiB.)" in told
+
+
 def test_the_command_prints_and_keeps_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, trace = tmp_path / "record.json", tmp_path / "trace.json"
     arguments = ["--layers", "3", "--replay", "bounded", "--profile", "stages", "--profile", "trace", str(trace)]
@@ -164,10 +179,13 @@ def test_the_command_prints_and_keeps_everything(tmp_path: Path, capsys: pytest.
     out = capsys.readouterr().out
     first = out.splitlines()[0]
     assert first.startswith("one rank of 2, no network; dtype float32, cache float32, kv_quantization released, ")
-    assert "replay bounded; 3 of 12 layers, random weights, random cache" in first
+    assert "replay bounded; 3 of 12 layers, random weights, random tokens and cache" in first
     assert "tokens/s" in out
     (record,) = read_records(file)
+    assert "; 64 new tokens behind 128 cached ones; the other ranks' 64 tokens are random rows" in first
+    assert "; 1 of the rank's" not in first and "all of the rank's Engram rows" in first
     assert record.problem["layers"] == 3
+    assert (record.problem["page_tokens"], record.problem["engram_placement"]) == (64, "device")
     assert record.values["step"].repeats == 3
     assert record.plan
     for stage in record.stages:
@@ -193,7 +211,7 @@ def test_a_checkpoints_weights_are_those_of_its_first_rank(capsys: pytest.Captur
     assert torch.equal(bench.model.blocks[1].weights.attention.wq_a, layer.attention.wq_a)
     bench.check()
     assert main(["bench", "prefill", "--preset", "tiny", "--model", "tiny", "--layers", "2", "--steps", "1"]) == 0
-    assert "2 of 10 layers, weights of tiny, random cache" in capsys.readouterr().out
+    assert "2 of 10 layers, weights of tiny, random tokens and cache" in capsys.readouterr().out
 
 
 def test_ranks_that_are_there_are_not_made_up(tmp_path: Path) -> None:
@@ -205,7 +223,7 @@ def test_ranks_that_are_there_are_not_made_up(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.startswith("2 ranks; dtype float32, ")
     assert done.stdout.count("rows per expert: ") == 1, "one rank reports"
-    assert "each rank has 64 tokens of its own" in done.stdout
+    assert "64 new tokens behind 128 cached ones; each rank has as many of its own" in done.stdout
     (record,) = read_records(file)
     assert record.problem["ranks"] == 2
     assert record.stages[Stage.COMMUNICATION] > 0

@@ -218,6 +218,35 @@ def test_a_rung_that_fails_is_named_and_the_others_are_kept(
     assert main(["bench", "report", str(tmp_path / "ladder.json"), "--out", str(tmp_path)]) == 0
 
 
+@pytest.mark.parametrize("name", ["ladder.json", "ladder.md", "ladder-steps.png"])
+def test_what_cannot_be_written_is_known_before_anything_runs(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / name).mkdir()
+    assert main(["bench", "ladder", "--preset", "tiny", "--out", str(tmp_path)]) == 1
+    told = capsys.readouterr().err
+    assert told == f"mini-deepinfer: {tmp_path / name}: cannot be written (Is a directory)\n"
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_an_interrupted_ladder_says_where_its_rungs_are(
+    install: Install, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(output: Any) -> Any:
+        raise KeyboardInterrupt
+
+    install("moe", "run", interrupt)
+    file = tmp_path / "l.toml"
+    file.write_text(
+        'preset = "tiny"\nsteps = 1\nwarmup = 0\nlayers = 1\n[engine]\ndevice = "cpu"\n'
+        '[[rung]]\nname = "first"\n[[rung]]\nname = "second"\nengine.ops.moe = "odd"\n'
+    )
+    assert main(["bench", "ladder", str(file), "--out", str(tmp_path)]) == 130
+    told = capsys.readouterr().err
+    assert "ladder.json has the records of the rungs before it; `bench report` makes a report of them" in told
+    assert [record.name for record in read_records(tmp_path / "ladder.json")] == ["first"]
+
+
 def test_the_tiny_ladder_runs_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     begin = time.perf_counter()
     assert main(["bench", "ladder", "--preset", "tiny", "--out", str(tmp_path)]) == 0

@@ -77,6 +77,10 @@ def test_a_rung_starts_from_the_one_that_it_builds_on() -> None:
         ({"rung": [FIRST, {"name": "+A", "engine": {"replay": "half"}}]}, "rung '+A': engine: replay: Input should be"),
         ({"rung": [FIRST, {"name": "+A", "engine": {"dtype": "bfloat16"}}]}, "rung '+A': engine.dtype is 'bfloat16'"),
         (
+            {"rung": [FIRST], "engine": {"parallel": {"expert": 2}}},
+            "a ladder runs in one process, needs none",
+        ),
+        (
             {"rung": [{"name": "+A", "engine": {"replay": "bounded"}}]},
             "rung '+A': engine.replay is 'bounded', the first",
         ),

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from itertools import combinations
 from pathlib import Path
 
 import pytest
-from ladder_records import NAIVE, ladder, rung
+from ladder_records import NAIVE, ladder, measurement, rung
 from minideepinfer.cli.main import main
 from minideepinfer.errors import ConfigError
 from minideepinfer.measure.ladder import pictures
 from minideepinfer.measure.ladder.report import number, render
-from minideepinfer.measure.record import Record, write_records
+from minideepinfer.measure.record import Record, read_records, write_records
 from minideepinfer.operators.context import Stage
 
+ROOT = Path(__file__).parent.parent
+TRACKED = "benchmarks/results/2026-11-30-h200-ladder.json"
 LONG = "a rung with a rather long name, number {}, that says much"
 LADDERS = {
     "one": ladder()[:1],
@@ -79,12 +82,74 @@ def test_a_rung_is_compared_with_the_one_that_it_builds_on() -> None:
     assert float(rungs["+bounded replay"]["× before"]) == pytest.approx(1 / 0.55, rel=0.01)
 
 
+def test_a_rung_that_never_ran_is_told() -> None:
+    names = ["all naive", "+A", "+B1"]
+    ran = [r.model_copy(update={"problem": {**r.problem, "rungs": names}}) for r in ladder()[:2]]
+    assert "Rungs of this ladder without a record: +B1." in render(ran)
+
+
 def test_nothing_is_scaled_from_fewer_layers() -> None:
     few = rung("all naive", NAIVE, layers=4)
     rungs, evidence, *_ = tables(render([few, *ladder()[1:]]))
     assert rungs["+A"]["× first"] == rungs["+A"]["× before"] == "–"
     assert rungs["all naive"]["tokens/s"].endswith("(4 layers)")
     assert "→" not in evidence["+A"]["step"]
+
+
+def test_nothing_is_compared_stage_by_stage_where_layers_differ() -> None:
+    evidence = tables(render([rung("all naive", NAIVE, layers=4), *ladder()[1:]]))[1]
+    assert evidence["+A"]["stage"] == "–"
+    assert "→" in evidence["+B1"]["stage"]
+
+
+def test_a_gain_within_the_spread_says_so() -> None:
+    records = [rung("all naive", NAIVE), rung("+luck", {**NAIVE, Stage.ATTENTION: 6700.0}, "all naive")]
+    rungs = tables(render(records))[0]
+    assert rungs["+luck"]["× before"] == rungs["+luck"]["× first"] == "1.008 (within the spread)"
+    assert rungs["all naive"]["× first"] == "1.000"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"values": {}}, "has no step in ms"),
+        ({"values": {"step": measurement(0.0)}}, "has no step in ms"),
+        ({"problem": {"new_tokens": 4096, "layers": None}}, "has no number of layers"),
+        ({"problem": {"new_tokens": 8, "layers": 40}}, "problem of 'odd' is {'new_tokens': 8}"),
+        ({"plan": {"operators": [{"operator": "x"}]}}, "has no plan whose operators say family"),
+        ({"precision": {"dtype": "float32"}}, "dtype of 'odd' is 'float32'"),
+        ({"name": "all naive"}, "two records are named 'all naive'"),
+    ],
+)
+def test_a_record_edited_by_hand_is_a_clear_error(changes: dict[str, object], message: str) -> None:
+    first = rung("all naive", NAIVE)
+    odd = rung("odd", NAIVE, "all naive").model_copy(update=changes)
+    with pytest.raises(ConfigError, match=f"report: .*{re.escape(message)}"):
+        render([first, odd])
+
+
+def test_a_rung_of_other_precision_says_so() -> None:
+    first, other = rung("all naive", NAIVE), rung("+fast", NAIVE, "all naive")
+    for record in (first, other):
+        record.precision["activation_quantization"] = "none"
+    other.precision["activation_quantization"] = "released"
+    text = render([first, other])
+    assert "- **+fast**: attention naive (mini-deepinfer 0.1.0); activation_quantization released\n" in text
+    assert "- **all naive**: attention naive (mini-deepinfer 0.1.0)\n" in text
+    assert "the first rung has dtype bfloat16, activation_quantization none" in text
+
+
+def test_a_name_of_two_lines_is_one_cell() -> None:
+    assert "a b\\|c" in render([rung("a\nb|c", NAIVE)])
+
+
+@pytest.mark.parametrize("name", ["$\\nothing$", "a rung with " + "one_long_word_" * 5])
+def test_any_name_can_be_drawn(name: str, tmp_path: Path) -> None:
+    records = [rung(name, NAIVE)]
+    pictures.draw(records, tmp_path)
+    lines = pictures._name(records[0]).splitlines()
+    assert len(lines) <= 2
+    assert all(len(line) > 1 for line in lines)
 
 
 def test_records_of_other_sessions_or_benchmarks_are_refused() -> None:
@@ -148,6 +213,13 @@ def test_the_command_renders_without_running(tmp_path: Path, capsys: pytest.Capt
     for name in (pictures.STEPS, pictures.THROUGHPUT):
         assert f"({name}.svg)" in written
         assert (tmp_path / f"out/{name}.svg").exists()
+
+
+def test_the_page_is_that_of_its_records() -> None:
+    assert (ROOT / "docs/ladder.md").read_text(encoding="utf-8") == render(read_records(ROOT / TRACKED), TRACKED)
+    for name in (pictures.STEPS, pictures.THROUGHPUT):
+        assert (ROOT / f"docs/{name}.svg").exists()
+        assert (ROOT / f"docs/{name}.png").stat().st_size < 150_000
 
 
 def test_a_missing_kit_is_told_with_what_to_install(

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from minideepinfer.measure.record import Record
 
 GATED = "ratio_to_naive"
+RUNS = "times are of two runs, which may differ by more than the spread within one; ratios within a run are what counts"
 QUIET = ("flops", "bytes", "tflops", "gb_s")
 """Values that follow from others."""
 
@@ -25,14 +26,14 @@ def add_compare(actions: Any) -> None:
         "--fail-over",
         type=_share,
         metavar="PERCENT",
-        help="exit with 1 if a kernel got slower by more than this beyond the spread, in ratio to naive of its own "
-        "run, e.g. 5%%",
+        help="exit with 1 if a kernel of A got slower by more than this beyond the spread, in ratio to naive of its "
+        "own run, e.g. 5%%, or is missing in B",
     )
     parser.set_defaults(run=_compare)
 
 
 def _compare(args: argparse.Namespace) -> int:
-    from minideepinfer.measure.compare import compare, regressions
+    from minideepinfer.measure.compare import compare, gate
     from minideepinfer.measure.record import read_records
 
     before, after = read_records(args.before), read_records(args.after)
@@ -40,18 +41,23 @@ def _compare(args: argparse.Namespace) -> int:
     print(f"A: {args.before}, {_origin(before)}\nB: {args.after}, {_origin(after)}")
     for pair in pairs:
         print("\n".join(_lines(pair)))
+    if any(change.before.unit == "ms" for pair in pairs for change in pair.changes):
+        print(RUNS)
     refused = [pair.title for pair in pairs if pair.differences]
     if refused:
         print(f"{len(refused)} of {len(pairs)} cannot be compared")
     if args.fail_over is None:
         return 1 if refused else 0
-    found, gated = regressions(pairs, GATED, args.fail_over), sum(pair.change(GATED) is not None for pair in pairs)
-    if not gated and not refused and not found:
-        raise ConfigError(f"--fail-over: no kernel has a {GATED} in both files, so that nothing would ever fail")
+    found, allowed = gate(pairs, GATED, args.fail_over), f"{100 * args.fail_over:.6g} %"
+    if not any((found.passed, found.failed, found.undecided, refused)):
+        raise ConfigError(f"--fail-over: no kernel of the first file has a {GATED}, so that nothing would ever fail")
+    for word, lines in (("FAILED", found.failed), ("UNDECIDED", found.undecided)):
+        print("".join(f"{word} {line}\n" for line in lines), end="")
     print(
-        "\n".join(f"SLOWER {line}" for line in found) or f"of {gated} kernels none got slower by {args.fail_over:.1%}"
+        f"{GATED}, {allowed} allowed: {len(found.passed)} passed, {len(found.failed)} failed, "
+        f"{len(found.undecided)} undecided"
     )
-    return 1 if refused or found else 0
+    return 1 if refused or found.failed else 0
 
 
 def _lines(pair: Pair) -> list[str]:
@@ -63,11 +69,20 @@ def _lines(pair: Pair) -> list[str]:
     for change in pair.changes:
         if change.name in QUIET:
             continue
-        verdict = "within the spread" if change.within_spread else "worse" if change.is_worse else "better"
         unit = "" if change.before.unit == "1" else f" {change.before.unit}"
         numbers = f"{change.before.median:.4g} -> {change.after.median:.4g}{unit}"
-        lines.append(f"  {change.name:<20} {numbers}, B / A {change.ratio:.3f}, {verdict}")
-    return lines if len(lines) > 1 else [f"{pair.title}: nothing was measured in both"]
+        ratio = "" if change.ratio is None else f", B / A {change.ratio:.3f}"
+        lines.append(f"  {change.name:<20} {numbers}{ratio}, {change.verdict}")
+    if len(lines) == 1:
+        return [f"{pair.title}: nothing was measured in both"]
+    return [*lines, *_errors(pair.before, pair.after)]
+
+
+def _errors(before: Record, after: Record) -> list[str]:
+    """Errors that changed; of a ladder's only those of modules at their worst layer."""
+    names = [name for name in {**before.errors, **after.errors} if not name.startswith("layers.")]
+    shown = {name: [f"{r.errors[name]:.2g}" if name in r.errors else "none" for r in (before, after)] for name in names}
+    return [f"  error {name:<14} {old} -> {new}" for name, (old, new) in shown.items() if old != new]
 
 
 def _origin(records: list[Record]) -> str:

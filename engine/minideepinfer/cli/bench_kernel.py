@@ -71,12 +71,10 @@ def _kernel(args: argparse.Namespace) -> int:
     print("\n".join(_header(args, device, watch.machine().device, used.commit, rates)), flush=True)
     results: list[Result] = []
     kept: list[Record] = []
-    for problems in _measure(args, operators, named, registry, against, device, rates):
-        machine = watch.machine()
-        for problem in problems:
-            results += problem
-            kept += records(problem, args.preset, args.against or "", machine, used, rates, args.seed)
-        if args.output:  # family by family, so that an interrupted run keeps what it has
+    for problem in _measure(args, operators, named, registry, against, device, rates):
+        results += problem
+        if args.output:  # problem by problem, so that an interrupted run keeps what it has
+            kept += records(problem, args.preset, args.against or "", watch.machine(), used, rates, args.seed)
             write_records(args.output, kept)
     if (machine := watch.machine()).throttled:
         print(f"throttled meanwhile: {', '.join(machine.throttled)}")
@@ -91,8 +89,8 @@ def _measure(
     against: RegisteredOperator | None,
     device: torch.device,
     rates: dict[str, float],
-) -> Iterator[list[list[Result]]]:
-    """The results of every problem, family by family, printed as they come."""
+) -> Iterator[list[Result]]:
+    """The results of every problem; a family's are printed behind its last one, or where it was interrupted."""
     from minideepinfer.measure.kernels.bench import KernelBench, entrants
     from minideepinfer.measure.kernels.table import print_family
     from minideepinfer.testing.subject import reference_operator
@@ -104,10 +102,13 @@ def _measure(
             chosen.append(against)
         every = entrants(chosen, reference_operator(registry, family), named)
         bench = KernelBench(family, every, registry, device, rates, args.repeats, args.seed)
-        start = time.perf_counter()
-        problems = list(bench.run(args.preset))
-        print_family(family, problems, time.perf_counter() - start, args.against if ours else "")
-        yield problems
+        start, problems = time.perf_counter(), list[list["Result"]]()
+        try:
+            for problem in bench.run(args.preset):
+                problems.append(problem)
+                yield problem
+        finally:
+            print_family(family, problems, time.perf_counter() - start, args.against if ours else "")
 
 
 def _verdict(results: list[Result], named: list[RegisteredOperator]) -> int:

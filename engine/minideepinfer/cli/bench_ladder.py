@@ -43,17 +43,20 @@ def _add_out(parser: argparse.ArgumentParser) -> None:
 
 def _ladder(args: argparse.Namespace) -> int:
     from minideepinfer.measure.ladder.file import packaged_ladder, read_ladder
+    from minideepinfer.measure.ladder.pictures import FILES
     from minideepinfer.measure.ladder.session import run_ladder
-    from minideepinfer.measure.record import write_records
+    from minideepinfer.measure.record import require_writable, write_records
 
     ladder = read_ladder(args.file) if args.file else packaged_ladder(args.preset)
     out = _directory(args.out)
-    _require_extras()  # what cannot be drawn or checked is better known before minutes of measuring
+    _require_extras()  # what cannot be drawn, checked or written is better known before minutes of measuring
+    for name in (RECORDS, REPORT, *FILES):
+        require_writable(out / name)
     records: list[Record] = []
 
     def keep(record: Record) -> None:
+        write_records(out / RECORDS, [*records, record])
         records.append(record)
-        write_records(out / RECORDS, records)
         print(_line(record), flush=True)
 
     try:
@@ -62,6 +65,10 @@ def _ladder(args: argparse.Namespace) -> int:
         if not records:
             raise
         raise type(error)(f"{error}; {out / RECORDS} has the records of the rungs before it") from error
+    except KeyboardInterrupt:
+        if records:
+            say(f"{out / RECORDS} has the records of the rungs before it; `bench report` makes a report of them")
+        raise
     _write(records, out, str(out / RECORDS))
     return 0
 

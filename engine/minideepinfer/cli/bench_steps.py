@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from minideepinfer.measure.steps import Profile
     from minideepinfer.runtime.world import World
 
+OWN_SETTINGS = ("cache.num_pages", "cache.max_requests")
+"""What a benchmark decides by its problem."""
+
 CONFIGS = {"v41-rank": "config.full.json", "tiny": "config.tiny.json"}
 """The packaged model that a preset measures."""
 
@@ -58,6 +61,8 @@ def profile_of(args: argparse.Namespace) -> Profile:
                 trace = Path(file)
             case _:
                 raise ConfigError(f"--profile {' '.join(words)}: known are `stages` and `trace FILE`")
+    if trace and args.output and trace.resolve() == Path(args.output).resolve():
+        raise ConfigError(f"--profile trace {trace} and --output {args.output} are one file, need one each")
     for path in (trace, args.output):
         if path:
             require_writable(path)
@@ -69,10 +74,16 @@ def ranks_of(args: argparse.Namespace) -> Iterator[tuple[EngineConfig, World]]:
     """The engine's configuration and its ranks: those that torchrun started, or this process alone.
 
     Raises:
+        ConfigError: a setting that the benchmark decides is given, or the device is too small.
         RankError: another rank did not come, failed or died.
     """
+    import torch
+
     from minideepinfer.runtime.world import join
 
+    for key, _ in args.settings:
+        if key in OWN_SETTINGS:
+            raise ConfigError(f"--set {key}: the benchmark's problem decides it, and nothing would change")
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size > 1:
         args.settings.append(("parallel.expert", size))
@@ -80,8 +91,12 @@ def ranks_of(args: argparse.Namespace) -> Iterator[tuple[EngineConfig, World]]:
     if size > 1 and engine.device == "auto":
         engine = engine.model_copy(update={"device": _own_device()})
     world = join(engine.parallel)
-    with world.together():
-        yield engine, world
+    try:
+        with world.together():
+            yield engine, world
+    except torch.OutOfMemoryError as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(f"bench: no room on the device; fewer layers or requests need less ({reason})") from error
     world.close()
 
 

@@ -10,8 +10,13 @@ from minideepinfer.errors import ConfigError
 from minideepinfer.measure.record import Measurement, Record
 
 SMALLER_IS_BETTER = ("ms", "bytes", "1")
+NEITHER_IS_BETTER = ("rows",)
 MACHINE = ("device", "driver", "power_limit_watts")
 """Facts of a machine without which times mean something else."""
+
+
+WORDS = ("says", "ladder", "rungs")
+"""Parts of a problem that only a reader needs."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +34,14 @@ class Change:
     after: Measurement
 
     @property
-    def ratio(self) -> float:
-        """After in units of before."""
-        return self.after.median / self.before.median
+    def ratio(self) -> float | None:
+        """After in units of before; None where before is none."""
+        return self.after.median / self.before.median if self.before.median > 0 else None
+
+    @property
+    def has_spread(self) -> bool:
+        """Whether both were repeated; of what was looked at once nobody knows how much it varies."""
+        return min(self.before.repeats, self.after.repeats) > 1
 
     @property
     def within_spread(self) -> bool:
@@ -41,7 +51,18 @@ class Change:
     @property
     def is_worse(self) -> bool:
         """Whether the median went the wrong way."""
-        return (self.ratio > 1) == (self.before.unit in SMALLER_IS_BETTER) and self.ratio != 1
+        more, unit = self.after.median - self.before.median, self.before.unit
+        return unit not in NEITHER_IS_BETTER and (more > 0 if unit in SMALLER_IS_BETTER else more < 0)
+
+    @property
+    def verdict(self) -> str:
+        """In words."""
+        if self.before.median == self.after.median:
+            return "the same"
+        if self.within_spread:
+            return "within the spread"
+        words = "different" if self.before.unit in NEITHER_IS_BETTER else "worse" if self.is_worse else "better"
+        return words if self.has_spread else f"{words}, measured once: spread unknown"
 
 
 @dataclass(frozen=True)
@@ -79,27 +100,51 @@ def compare(before: Sequence[Record], after: Sequence[Record]) -> list[Pair]:
     return [_pair(title, old.get(title), new.get(title)) for title in {**old, **new}]
 
 
-def regressions(pairs: Sequence[Pair], value: str, allowed: float) -> list[str]:
-    """Kernels whose value got worse by more than a share, beyond the spread; and such that are no longer right.
+@dataclass(frozen=True)
+class Gate:
+    """What became of the kernels that have a value in the first file.
+
+    Attributes:
+        passed: got worse by no more than is allowed.
+        failed: one sentence for each that got worse by more, beyond the spread, that is no longer right or whose value
+            or record is missing in the second file.
+        undecided: one sentence for each that got worse by more than is allowed, but within its spread: nobody knows.
+    """
+
+    passed: tuple[str, ...]
+    failed: tuple[str, ...]
+    undecided: tuple[str, ...]
+
+
+def gate(pairs: Sequence[Pair], value: str, allowed: float) -> Gate:
+    """Look for kernels whose value got worse by more than a share.
 
     Args:
-        pairs: what `compare` found.
-        value: name of the value that counts.
+        pairs: what `compare` found; those that cannot be compared are left out.
+        value: name of the value that counts; one that smaller is better of.
         allowed: e.g. 0.05.
-
-    Returns:
-        One sentence for each.
     """
-    found = []
+    passed: list[str] = []
+    failed: list[str] = []
+    undecided: list[str] = []
     for pair in pairs:
-        if pair.after is None or pair.before is None or pair.after.benchmark != "kernel":
+        if pair.before is None or pair.differences or pair.before.benchmark != "kernel":
             continue
-        if not pair.after.values and pair.before.values:
-            found.append(f"{pair.title}: {'; '.join(pair.after.notes) or 'nothing was measured'}")
+        if value not in pair.before.values and not (pair.before.values and pair.after and not pair.after.values):
+            continue
         change = pair.change(value)
-        if change and change.is_worse and not change.within_spread and abs(change.ratio - 1) > allowed:
-            found.append(f"{pair.title}: {value} {change.ratio - 1:+.1%}, more than {allowed:.1%} and than the spread")
-    return found
+        if change is None:
+            notes = pair.after.notes if pair.after and not pair.after.values else ()
+            failed.append(f"{pair.title}: {'; '.join(notes) or f'has no {value} in the second file'}")
+        elif not change.is_worse or change.after.median <= (1 + allowed) * change.before.median:
+            passed.append(pair.title)
+        else:
+            more = f"{pair.title}: {value} {change.before.median:.4g} -> {change.after.median:.4g}, more than allowed"
+            if change.within_spread:
+                undecided.append(f"{more} but within the spread")
+            else:
+                failed.append(f"{more} and than the spread" if change.has_spread else f"{more}; measured once")
+    return Gate(tuple(passed), tuple(failed), tuple(undecided))
 
 
 def _by_title(records: Sequence[Record], which: str) -> dict[str, Record]:
@@ -117,7 +162,7 @@ def _pair(title: str, before: Record | None, after: Record | None) -> Pair:
     if found := tuple(differences(before, after)):
         return Pair(title, before, after, found)
     common = [name for name in before.values if name in after.values]
-    changes = [Change(name, before.values[name], after.values[name]) for name in common if before.values[name].median]
+    changes = [Change(name, before.values[name], after.values[name]) for name in common]
     return Pair(title, before, after, changes=tuple(changes))
 
 
@@ -125,7 +170,8 @@ def differences(before: Record, after: Record) -> Iterator[str]:
     """Why two records cannot be compared: hardware, problem, precision and units, by name."""
     for name in MACHINE:
         yield from _unequal(f"machine.{name}", getattr(before.machine, name), getattr(after.machine, name))
-    yield from _unequal("problem", before.problem, after.problem)
+    old, new = ({k: v for k, v in record.problem.items() if k not in WORDS} for record in (before, after))
+    yield from _unequal("problem", old, new)
     yield from _unequal("precision", before.precision, after.precision)
     for name in before.values:
         if name in after.values:

@@ -57,6 +57,11 @@ class DecodeProblem:
         for name, number in numbers.items():
             if number < 1:
                 raise ConfigError(f"decode benchmark: {name} is {number}; at least 1 is needed")
+        for name, several in (("batch size", self.batch_sizes), ("context", self.contexts)):
+            if twice := sorted({number for number in several if several.count(number) > 1}):
+                raise ConfigError(
+                    f"decode benchmark: {name} {twice[0]} is given twice; records need names of their own"
+                )
 
 
 PRESETS = {

@@ -226,7 +226,8 @@ def measure_prefill(
     machine = watch.machine()
     values = _values(bench, times)
     if device.type == "cuda" and times.stages and times.kernels is None:
-        notes.append("the profiler saw no kernels, so waiting counts in the stage that waits")
+        why = "the profiler saw no kernels" if profile.gaps else "no step was traced"
+        notes.append(f"{why}, so waiting counts in the stage that waits")
     if rates is None:
         progress("measuring rates")
         rates = measured_rates(device)
@@ -253,11 +254,13 @@ def measure_prefill(
 
 def headline(bench: PrefillBench) -> str:
     """What is absent or made up, and the precision."""
+    new = bench.problem.new_tokens
+    line = f"{bench.rank.headline()}; {new} new tokens behind {bench.problem.context - new} cached ones"
     if bench.rank.others is None:
-        return f"{bench.rank.headline()}; each rank has {bench.problem.new_tokens} tokens of its own"
-    others = (bench.problem.world_size - 1) * bench.problem.new_tokens
+        return f"{line}; each rank has as many of its own"
+    others = (bench.problem.world_size - 1) * new
     return (
-        f"{bench.rank.headline()}; the other ranks' {others} tokens are random rows, fresh in each step and routed by "
+        f"{line}; the other ranks' {others} tokens are random rows, fresh in each step and routed by "
         "the real gate outside its time; their partial sums are left out"
     )
 

@@ -192,6 +192,8 @@ class Rank:
             "ranks": self.world.size,
             "weights": "random" if self.shape.checkpoint is None else str(self.shape.checkpoint),
             "engram_fraction": self.shape.engram_fraction,
+            "engram_placement": self.setup.engine_config.engram.placement,
+            "page_tokens": self.setup.engine_config.cache.page_tokens,
             "layers": len(self.model.blocks),
             "model_layers": self.config.num_hidden_layers,
             "hidden_size": self.config.hidden_size,
@@ -212,13 +214,16 @@ class Rank:
 
     def headline(self) -> str:
         """What every benchmark of a rank says first: what is absent or made up, and the precision."""
+        placement = self.setup.engine_config.engram.placement
         alone = f"one rank of {self.shape.world_size}, no network"
         weights = "random weights" if self.shape.checkpoint is None else f"weights of {self.shape.checkpoint}"
+        engram = "all" if self.shape.engram_fraction == 1 else f"{self.shape.engram_fraction:.3g}"
         return (
             f"{alone if self.others else f'{self.world.size} ranks'}; "
             f"{', '.join(f'{name} {value}' for name, value in self.precision().items())}; "
-            f"{len(self.model.blocks)} of {self.config.num_hidden_layers} layers, {weights}, random cache, "
-            f"{self.shape.engram_fraction:.3g} of the rank's Engram rows"
+            f"{len(self.model.blocks)} of {self.config.num_hidden_layers} layers, {weights}, random tokens "
+            f"and cache, {engram} of the rank's Engram rows"
+            f"{'' if placement == 'device' else f' ({placement})'}"
         )
 
     def synchronize(self) -> None:

@@ -56,9 +56,15 @@ class RankShape:
         return Part(rank, self.world_size, self.engram_fraction)
 
     def weights(self, setup: Setup, rank: int) -> RankWeights:
-        """Where the weights come from."""
-        share = self.share(setup.model_config, rank)
+        """Where the weights come from.
+
+        Raises:
+            ConfigError: random tables are wanted elsewhere than on the device.
+        """
+        share, placement = self.share(setup.model_config, rank), setup.engine_config.engram.placement
         if self.checkpoint is None:
+            if placement != "device":
+                raise ConfigError(f"benchmark: engram.placement is {placement!r}; random tables are made on the device")
             return SyntheticWeights(setup.model_config.text_config, share, setup.dtype, setup.device, self.seed)
         engram = setup.engine_config.engram
         return CheckpointWeights(self.checkpoint, self.part(rank), share.num_layers, setup.dtype, setup.device, engram)

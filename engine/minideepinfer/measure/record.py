@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from minideepinfer.config.model import describe
 from minideepinfer.errors import ConfigError
@@ -42,8 +43,14 @@ class Measurement(_Frozen):
     median: float
     low: float
     high: float
-    repeats: int
+    repeats: int = Field(ge=1)
     unit: Literal["ms", "tokens/s", "GB/s", "TFLOP/s", "bytes", "rows", "1"] = "ms"
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if not self.low <= self.median <= self.high:
+            raise ValueError(f"median {self.median} is not between low {self.low} and high {self.high}")
+        return self
 
     @property
     def spread(self) -> float:
@@ -91,26 +98,41 @@ class Record(_Frozen):
 
 
 def require_writable(path: str | Path) -> None:
-    """Find out whether a file can be written, which is better known before minutes of measuring.
+    """Find out whether a file can be written, which is better known before minutes of measuring; leaves nothing behind.
 
     Raises:
         ConfigError: it cannot.
     """
+    path = Path(path)
     try:
-        Path(path).open("a").close()
+        existed = path.exists()
+        path.open("a").close()
+        if not existed:
+            path.unlink()
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written ({error.strerror or error})") from None
 
 
 def write_records(path: str | Path, records: list[Record]) -> None:
-    """Write a file of records, which `read_records` reads back equal.
+    """Write a file of records, which `read_records` reads back equal; who interrupts it keeps what was there before.
 
     Raises:
         ConfigError: the file cannot be written.
     """
-    text = json.dumps([record.model_dump(mode="json") for record in records], indent=1) + "\n"
+    text, path = json.dumps([record.model_dump(mode="json") for record in records], indent=1) + "\n", Path(path)
     try:
-        Path(path).write_text(text, encoding="utf-8")
+        if path.exists() and not path.is_file():  # a pipe, a terminal
+            path.write_text(text, encoding="utf-8")
+            return
+        target = path.resolve()
+        beside = target.with_name(f".{target.name}.{os.getpid()}")
+        try:
+            beside.write_text(text, encoding="utf-8")
+            beside.replace(target)
+        except PermissionError:  # the file may be written, and nothing beside it
+            path.write_text(text, encoding="utf-8")
+        finally:
+            beside.unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written ({error.strerror or error})") from None
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from numbers import Real
 from typing import Any
 
 import torch
@@ -139,13 +141,36 @@ class KernelBench:
                 except FAILURES as error:
                     result = replace(result, failure=f"{type(error).__name__}: {error}")
             results.append(result)
-        times = time_calls(calls, self._device, self._repeats, warmup=1, seconds=SECONDS)
-        return [replace(result, time=times.get(result.operator.title)) for result in results]
+        times, crashes = self._timed(calls)
+        return [
+            replace(
+                result,
+                time=times.get(result.operator.title),
+                failure=result.failure or crashes.get(result.operator.title, ""),
+            )
+            for result in results
+        ]
+
+    def _timed(self, calls: dict[str, Call]) -> tuple[dict[str, Measurement], dict[str, str]]:
+        """Times, of all that are still running at the end, and what the others raised."""
+        crashes: dict[str, str] = {}
+        while calls:
+            guarded = {name: _Guarded(call) for name, call in calls.items()}
+            try:
+                return time_calls(guarded, self._device, self._repeats, warmup=1, seconds=SECONDS), crashes
+            except Exception as error:  # whatever an operator raises in some later call
+                broken = [name for name, call in guarded.items() if call.running]
+                if not broken:
+                    raise
+                crashes |= {name: f"Crash: {type(error).__name__} while it was timed: {error}" for name in broken}
+                calls = {name: call for name, call in calls.items() if name not in crashes}
+        return {}, crashes
 
     def _checked(self, result: Result, subject: Subject, kernel: Kernel, case: Any, least: Cost) -> tuple[Result, Call]:
         with crashing(subject.registered):
             operator = subject.operator(case)
-            call = kernel.bind(subject, operator, case)
+            kernel.bind(subject, operator, case)()  # what it leaves behind in the operator shows in the next call
+            call = kernel.bind(subject, operator, case)  # anew, since it may overwrite its input
             found = kernel.outputs(case, call())
             cost = own_cost(subject.registered, operator, case, least)
         rows, few = self._family.sample(case)
@@ -164,6 +189,18 @@ class KernelBench:
             ),
             call,
         )
+
+
+class _Guarded:
+    """A call that knows whether it came back."""
+
+    def __init__(self, call: Call) -> None:
+        self._call, self.running = call, False
+
+    def __call__(self) -> None:
+        self.running = True
+        self._call()
+        self.running = False
 
 
 def _obstacles(entrant: Entrant, subject: Subject, case: Any) -> tuple[str, ...]:
@@ -223,8 +260,14 @@ def own_cost(registered: RegisteredOperator, operator: Any, case: Any, least: Co
     if formula is None:
         return least
     cost = formula(case, least)
-    if not isinstance(cost, Cost) or not set(cost.flops) <= set(ARITHMETICS):
+    if not isinstance(cost, Cost) or not set(cost.flops) <= set(ARITHMETICS) or not _are_counts(cost):
         raise OperatorError(
-            f"{registered.title}: cost returned {cost!r}; a Cost with arithmetics of {', '.join(ARITHMETICS)} is needed"
+            f"{registered.title}: cost returned {cost!r}; a Cost with arithmetics of {', '.join(ARITHMETICS)} and with "
+            "numbers from 0 on is needed"
         )
     return cost
+
+
+def _are_counts(cost: Cost) -> bool:
+    numbers = (cost.num_bytes, *cost.flops.values())
+    return all(isinstance(number, Real) and 0 <= number < math.inf for number in numbers)

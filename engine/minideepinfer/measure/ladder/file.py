@@ -157,6 +157,10 @@ def _check_shared(rungs: list[Rung], where: str) -> None:
         raise ConfigError(
             f"{where}: rung {first.name!r}: engine.replay is {first.engine.replay!r}, the first needs full"
         )
+    if (parallel := first.engine.parallel) != type(parallel)():
+        raise ConfigError(
+            f"{where}: engine.parallel is {parallel.model_dump()}; a ladder runs in one process, needs none"
+        )
     for rung in rungs[1:]:
         for key in SHARED:
             own, common = getattr(rung.engine, key), getattr(first.engine, key)

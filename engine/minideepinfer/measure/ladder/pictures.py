@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 STEPS, THROUGHPUT = "ladder-steps", "ladder-throughput"
 """Names of the files, without `.svg` and `.png`."""
+FILES = tuple(f"{name}.{kind}" for name in (STEPS, THROUGHPUT) for kind in ("svg", "png"))
 
 _COLOURS = {
     Stage.ATTENTION: "#2f6db3",
@@ -55,6 +56,7 @@ def draw(records: Sequence[Record], directory: Path) -> list[Path]:
     matplotlib = library()
     # Text stays text, and the same records give the same file.
     settings: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "mini-deepinfer", "font.size": 10.5}
+    settings["text.parse_math"] = False  # a `$` in a name is a `$`
     files = []
     with matplotlib.rc_context(settings):
         for name, figure in ((STEPS, _steps(records)), (THROUGHPUT, _throughput(records))):
@@ -156,7 +158,9 @@ def _name(record: Record) -> str:
     """A rung's name on at most two lines."""
     lines = textwrap.wrap(record.name, 26) or [record.name]
     if len(lines) > 2:
-        lines = [lines[0], textwrap.shorten(" ".join(lines[1:]), 26, placeholder="…")]
+        rest = " ".join(lines[1:])
+        short = textwrap.shorten(rest, 26, placeholder="…")
+        lines = [lines[0], short if len(short) > 1 else f"{rest[:25]}…"]  # one long word would leave nothing
     return "\n".join(lines)
 
 

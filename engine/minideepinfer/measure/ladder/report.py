@@ -2,40 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
-from minideepinfer.errors import ConfigError
+from minideepinfer.measure.compare import Change
 from minideepinfer.measure.ladder import KERNEL, KERNEL_BEFORE
+from minideepinfer.measure.ladder.one_session import check, operators_of
 from minideepinfer.measure.ladder.pictures import STEPS, THROUGHPUT
 from minideepinfer.measure.record import Measurement, Record
-
-
-def check(records: Sequence[Record]) -> None:
-    """Refuse records that are not those of one ladder.
-
-    Raises:
-        ConfigError: there are none, one is of another benchmark, or of another machine, commit or seed.
-    """
-    if not records:
-        raise ConfigError("report: no records; at least one rung of a ladder is needed")
-    for record in records:
-        if record.benchmark != "ladder":
-            raise ConfigError(f"report: record {record.name!r} is of `bench {record.benchmark}`, needs `bench ladder`")
-        for what, of in _ONE_SESSION.items():
-            if of(record) != of(records[0]):
-                raise ConfigError(
-                    f"report: {what} of {record.name!r} is {of(record)!r} and of {records[0].name!r} "
-                    f"{of(records[0])!r}; times of different runs are not put together"
-                )
-
-
-_ONE_SESSION: dict[str, Callable[[Record], Any]] = {
-    "device": lambda record: record.machine.device,
-    "driver": lambda record: record.machine.driver,
-    "commit": lambda record: (record.software.commit, record.software.dirty),
-    "seed": lambda record: record.seed,
-}
 
 
 def render(records: Sequence[Record], source: str = "") -> str:
@@ -74,6 +47,9 @@ def _introduction(records: Sequence[Record], source: str) -> str:
         f"One session on one {first.machine.device}; every time below is of this session, and gains are never added. "
         "A rung that is slower stays in the table; the next one says what it builds on."
     )
+    there = {record.name for record in records}
+    if missing := [name for name in first.problem.get("rungs", []) if name not in there]:
+        text.append(f"Rungs of this ladder without a record: {', '.join(missing)}.")
     if source:
         text.append(f"Written by `mini-deepinfer bench report {source}`; the records have every number.")
     return "\n".join(text)
@@ -101,8 +77,9 @@ def _rungs(records: Sequence[Record]) -> str:
     heads.append("largest error")
     return _table(heads, rows, numbers=range(3, 9)) + (
         "\n\n± is half of the distance between the 20th and 80th percentile. `× before` is the speed against the rung "
-        "that it builds on; no ratio stands where layers differ. `× floor` is the step over the sum of its stages' "
-        "floors, at the rates of this session."
+        "that it builds on; no ratio stands where layers differ, and one is *within the spread* if "
+        "the intervals between those percentiles overlap. `× floor` is the step over the sum of its stages' floors, at "
+        "the rates of this session."
     )
 
 
@@ -119,8 +96,10 @@ def _layers(record: Record, records: Sequence[Record]) -> str:
 def _ratio(record: Record, other: Record | None) -> str:
     if other is None or record.problem.get("layers") != other.problem.get("layers"):
         return "–"
-    ratio = record.values["tokens_per_second"].median / other.values["tokens_per_second"].median
-    return f"{ratio:.3f}" if 0.1 < ratio < 1.05 else f"{ratio:.3g}"
+    speed = Change("tokens_per_second", other.values["tokens_per_second"], record.values["tokens_per_second"])
+    ratio = speed.after.median / speed.before.median
+    hidden = " (within the spread)" if speed.within_spread and record is not other else ""
+    return (f"{ratio:.3f}" if 0.1 < ratio < 1.05 else f"{ratio:.2f}" if 1 < ratio < 10 else f"{ratio:.3g}") + hidden
 
 
 def largest_error(record: Record) -> str:
@@ -143,14 +122,16 @@ def _evidence(records: Sequence[Record]) -> str:
         base = _base(record, records)
         if base is None:
             continue
-        stages = [f"{stage}: {_stage(base, stage)} → {_stage(record, stage)}" for stage in _changed(record, base)]
+        alike = base.problem.get("layers") == record.problem.get("layers")
+        changed = _changed(record, base) if alike else []
+        stages = [f"{stage}: {_stage(base, stage)} → {_stage(record, stage)}" for stage in changed]
         rows.append(
             [
                 record.name,
                 "<br>".join(_kernel(record, name) for name in _kernels(record)) or "–",
                 "<br>".join(stages) or "–",
                 f"{number(base.values['step'].median)} → {number(record.values['step'].median)}"
-                if base.problem.get("layers") == record.problem.get("layers")
+                if alike
                 else f"{number(record.values['step'].median)}{_layers(record, records)}",
                 largest_error(record),
             ]
@@ -249,13 +230,18 @@ def _error(value: float | None) -> str:
 
 
 def _plans(records: Sequence[Record]) -> str:
-    return "\n".join(f"- **{record.name}**: {_plan(record)}" for record in records)
+    return "\n".join(f"- **{record.name}**: {_plan(record)}{_precision(record, records[0])}" for record in records)
+
+
+def _precision(record: Record, first: Record) -> str:
+    """Switches that are not those of the first rung; replay is said of every one."""
+    changed = {k: v for k, v in record.precision.items() if k != "replay" and v != first.precision.get(k)}
+    return "".join(f"; {name} {value}" for name, value in changed.items())
 
 
 def _plan(record: Record) -> str:
-    operators = record.plan.get("operators", []) if isinstance(record.plan, dict) else record.plan or []
     chosen: dict[str, dict[str, None]] = {}
-    for entry in operators:
+    for entry in operators_of(record):
         options = "".join(f" {key}={value}" for key, value in entry.get("options", {}).items())
         text = f"{entry['operator']}{options} ({entry['distribution']} {entry['version']})"
         if entry["phase"] == "prefill":
@@ -279,7 +265,8 @@ def _conditions(records: Sequence[Record]) -> str:
     state = " with changes" if software.dirty else ""
     versions = ", ".join(f"{name} {version}" for name, version in software.versions.items())
     lines.append(f"- commit {software.commit or 'unknown'}{state}; {versions}")
-    lines.append(f"- seed {first.seed}; {', '.join(f'{key} {value}' for key, value in first.precision.items())}")
+    precision = ", ".join(f"{key} {value}" for key, value in first.precision.items())
+    lines.append(f"- seed {first.seed}; the first rung has {precision}")
     if first.rates:
         lines.append(f"- rates of the same session: {', '.join(f'{k} {v:.4g}' for k, v in first.rates.items())}")
     steps = ", ".join(f"{record.name} {record.values['step'].repeats}" for record in records)
@@ -307,6 +294,6 @@ def number(value: float) -> str:
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], numbers: Iterable[int] = ()) -> str:
     right = set(numbers)
     rule = ["---:" if column in right else "---" for column in range(len(heads))]
-    cells = [[str(cell).replace("|", "\\|") for cell in row] for row in [heads, *rows]]
+    cells = [[" ".join(str(cell).split()).replace("|", "\\|") for cell in row] for row in [heads, *rows]]
     lines = [f"| {' | '.join(row)} |" for row in cells]
     return "\n".join([lines[0], f"|{'|'.join(rule)}|", *lines[1:]])

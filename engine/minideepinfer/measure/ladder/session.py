@@ -99,7 +99,12 @@ class _Session:
         return kernel_evidence(before, after, ladder.preset, rank.registry, rank.setup.device, self._rates, ladder.seed)
 
     def _of_ladder(self, record: Record, rung: Rung, errors: dict[str, float], kernels: KernelEvidence) -> Record:
-        place = {"ladder": self._ladder.title, "builds_on": rung.builds_on, "says": rung.says}
+        place = {
+            "ladder": self._ladder.title,
+            "rungs": [other.name for other in self._ladder.rungs],
+            "builds_on": rung.builds_on,
+            "says": rung.says,
+        }
         in_stages = {} if BETWEEN_KERNELS in record.stages else {BETWEEN_KERNELS: "stages"}
         return record.model_copy(
             update={

@@ -114,7 +114,7 @@ def rank_of(pid: int) -> str:
     ("victim", "sent", "message"),
     [
         ("1", signal.SIGKILL, "rank 1 of 2 was ended by SIGKILL"),
-        ("1", signal.SIGINT, "rank 1 of 2 failed: interrupted"),
+        ("1", signal.SIGINT, "rank 1 of 2 failed: KeyboardInterrupt"),
         ("the launcher", signal.SIGTERM, "SIGTERM ended this process and its 2 ranks"),
     ],
 )
@@ -132,7 +132,7 @@ def test_a_process_of_the_command_line_that_is_ended(victim: str, sent: signal.S
     _, error = process.communicate(timeout=60)
     assert time.monotonic() - begin < 30
     assert process.returncode == 1
-    assert error == f"mini-deepinfer: {message}\n"
+    assert error.rstrip(": \n") == f"mini-deepinfer: {message}"  # whichever rank was first to tell
     assert [pid for pid in ranks.values() if Path(f"/proc/{pid}").exists()] == []
 
 

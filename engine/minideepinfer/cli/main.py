@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         from minideepinfer.runtime.launch import report
 
-        if not report(MiniDeepInferError("interrupted")):
+        if not report(MiniDeepInferError("KeyboardInterrupt")):
             print("mini-deepinfer: interrupted", file=sys.stderr)
         return 130
 

@@ -119,12 +119,6 @@ class PrefixTree:
         self.statistics.evicted_pages += given
         return given
 
-    def clear(self) -> None:
-        """Give every page back."""
-        for node in list(self._nodes()):
-            self._pages.give_back([node.page])
-        self._root.children.clear()
-
     def evictable(self) -> int:
         """Pages that `evict` could free: those that only the tree holds, as all behind them."""
         held: set[_Node | None] = set()

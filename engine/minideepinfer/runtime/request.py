@@ -25,6 +25,7 @@ class Request:
         num_shared_tokens: first tokens whose global entries were there at admission; they are never written.
         first_computed_token: first row that was run, below `num_shared_tokens` only to rebuild window rings; no window
             entry before it exists.
+        num_published_pages: first pages that were offered to later prompts.
     """
 
     request_id: int
@@ -37,6 +38,7 @@ class Request:
     pages: list[int] = field(default_factory=list)
     num_shared_tokens: int = 0
     first_computed_token: int = 0
+    num_published_pages: int = 0
 
     @property
     def in_prompt(self) -> bool:

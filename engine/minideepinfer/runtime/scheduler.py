@@ -213,7 +213,9 @@ class Scheduler:
             computed = request.num_computed_tokens
             final = computed if complete else self._least(request)
             count = min(computed, final) // self.pages.page_tokens
-            self._prefixes.insert(request.token_ids[: count * self.pages.page_tokens], request.pages[:count])
+            if complete or count > request.num_published_pages:  # most steps complete no page
+                self._prefixes.insert(request.token_ids[: count * self.pages.page_tokens], request.pages[:count])
+                request.num_published_pages = count
 
     def truncate(self, request: Request, num_tokens: int) -> None:
         """Take the last tokens of a running request back, as if they had never been computed.

@@ -32,7 +32,7 @@ class RotaryTable:
         Args:
             config: facts of the model.
             compress_ratio: of the layer. 0 uses `rope_theta` alone; else `compress_rope_theta` with YaRN.
-            device: where `cos_sin` works.
+            device: where `angles` works.
         """
         dim = config.qk_rope_head_dim
         if compress_ratio == 0:

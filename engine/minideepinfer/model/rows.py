@@ -14,8 +14,21 @@ from minideepinfer.operators import Batch, Phase
 from minideepinfer.transfer import upload
 
 
+class _Positioned:
+    """Things with positions, whose angles are worked out once."""
+
+    positions: Tensor
+    _angles: dict[RotaryTable, Angles]
+
+    def angles(self, rope: RotaryTable) -> Angles:
+        """Those of the positions, the same for all layers of a table."""
+        if rope not in self._angles:
+            self._angles[rope] = rope.angles(self.positions)
+        return self._angles[rope]
+
+
 @dataclass(frozen=True, eq=False)
-class EntryRows:
+class EntryRows(_Positioned):
     """The global entries that a step completes at one ratio: N entries, request after request, ascending.
 
     Attributes:
@@ -42,12 +55,6 @@ class EntryRows:
     half_slots: Tensor
     _angles: dict[RotaryTable, Angles] = field(default_factory=dict, init=False)
 
-    def angles(self, rope: RotaryTable) -> Angles:
-        """Those of the entries' positions, the same for all layers of a table."""
-        if rope not in self._angles:
-            self._angles[rope] = rope.angles(self.positions)
-        return self._angles[rope]
-
 
 class RingPlaces(NamedTuple):
     """Rows whose window entries rings hold after the step, int64 `[N]`, and their slots, counted over all rings."""
@@ -57,7 +64,7 @@ class RingPlaces(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class Rows(_Positioned):
     """T packed rows of R requests, decode requests first; `batches` are the same rows by phase.
 
     Attributes are those of `Batch`, over all phases, and one more.
@@ -161,12 +168,6 @@ class Rows:
             return (packed,)
         parts: tuple[Tensor, ...] = packed.split([batch.num_tokens for batch in self.batches])
         return parts
-
-    def angles(self, rope: RotaryTable) -> Angles:
-        """Those of the rows' positions, the same for all layers of a table."""
-        if rope not in self._angles:
-            self._angles[rope] = rope.angles(self.positions)
-        return self._angles[rope]
 
     def ring_places(self, ring_size: int) -> RingPlaces:
         """Where the window entries of these rows go in rings of a size; of a request with more rows, the last ones."""

@@ -82,10 +82,10 @@ def stage_lines(record: Record) -> list[str]:
     lines.append(
         f"{'sum':<22}{total:>9.2f}{'':>8}{sum(record.floors.get(stage, 0.0) for stage in record.stages):>9.2f}"
     )
-    overhead = record.values["stage_overhead"]
+    overhead, covered = record.values["stage_overhead"], record.values["stages_covered"].median
     lines.append(
         f"with stages timed a step takes {staged:.1f} ms, {overhead.median:+.1%} ({overhead.low:+.1%} to "
-        f"{overhead.high:+.1%}) against the step before it; the stages are {total / staged:.1%} of it"
+        f"{overhead.high:+.1%}) against the step before it, {covered:.1%} of it between events"
     )
     if "kernels" in record.values:
         kernels, step = record.values["kernels"].median, record.values["step"].median

@@ -17,6 +17,7 @@ def step_values(times: StepTimes, tokens: int) -> dict[str, Measurement]:
         values["step_with_stages"] = summary(times.staged)
         more = [staged / plain - 1 for staged, plain in zip(times.staged, times.steps, strict=True)]
         values["stage_overhead"] = summary(more).model_copy(update={"unit": "1"})
+        values["stages_covered"] = summary(times.covered).model_copy(update={"unit": "1"})
     if times.kernels:
         values["kernels"] = once(times.kernels.total, "ms")
         values["communication_hidden"] = once(times.kernels.hidden, "ms")

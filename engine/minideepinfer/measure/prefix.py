@@ -66,6 +66,11 @@ class PrefixProblem:
         if len(set(self.replays)) < len(self.replays):
             raise ConfigError(f"prefix benchmark: replay {','.join(self.replays)}; each is measured once")
 
+    @property
+    def shape(self) -> RankShape:
+        """The rank that it takes."""
+        return RankShape(self.world_size, self.engram_fraction, self.chunk, self.num_layers, self.seed, self.checkpoint)
+
 
 PRESETS = {
     "v41-rank": PrefixProblem(prompt=131072, hit=126976, chunk=4096, world_size=4, engram_fraction=1 / 8),
@@ -115,25 +120,15 @@ class PrefixBench:
                 f"prefix benchmark: a hit of {problem.hit} tokens in a prompt of {problem.prompt} is not made of whole "
                 f"pages; a part of the prompt and a multiple of cache.page_tokens = {page} is needed"
             )
-        self._pages = -(-problem.prompt // page)
         update = {"max_tokens_per_step": problem.chunk, "replay": problem.replays[0]}
         engine_config = engine_config.model_copy(update=update)
-        engine_config = with_cache(engine_config, self._pages, 1, prefix=True)
-        self.problem = problem
-        shape = RankShape(
-            problem.world_size,
-            problem.engram_fraction,
-            problem.chunk,
-            problem.num_layers,
-            problem.seed,
-            problem.checkpoint,
-        )
-        self.rank = Rank(model_config, engine_config, shape, world)
+        engine_config = with_cache(engine_config, -(-problem.prompt // page), 1, prefix=True)
+        self.problem, self._page = problem, page
+        self.rank = Rank(model_config, engine_config, problem.shape, world)
         generator = torch.Generator().manual_seed(problem.seed + self.rank.world.rank)
         ids = torch.randint(self.rank.config.vocab_size - 1, (2, problem.prompt), generator=generator)
         ids += ids >= model_config.image_token_id  # which no prompt may have
         self._prompt, self._other = ids.tolist()
-        self._page = page
 
     @property
     def headline(self) -> str:
@@ -166,9 +161,8 @@ class PrefixBench:
     def hit(self, engine: Engine) -> Run:
         """Compute it once more behind a `cold`, with as much of a hit as the problem says."""
         assert engine.prefixes is not None
-        engine.prefixes.evict(
-            len(engine.prefixes) - self.problem.hit // self._page
-        )  # the last pages, as leaves go first
+        too_many = len(engine.prefixes) - self.problem.hit // self._page
+        engine.prefixes.evict(too_many)  # a prompt's last pages go first
         return self._run(engine, self._prompt)
 
     def _run(self, engine: Engine, prompt: Sequence[int]) -> Run:
@@ -180,9 +174,9 @@ class PrefixBench:
         while generation.finish_reason is None:
             self.rank.draw_others()
             self.rank.meet()
-            before = times.prefill_seconds
+            before = times.prefill_seconds + times.decode_seconds
             engine.step()
-            steps.append(1e3 * (times.prefill_seconds - before))
+            steps.append(1e3 * (times.prefill_seconds + times.decode_seconds - before))
             share = engine.runner.shares[self.rank.world.rank]
             layer_rows += rows_times_layers(self.rank, share.num_tokens, share.num_kept)
         return Run(tuple(steps), layer_rows, statistics.hit_tokens - found)

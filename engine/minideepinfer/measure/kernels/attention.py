@@ -85,7 +85,7 @@ def cost(case: AttentionCase) -> Cost:
     if case.selection is not None:
         named, requests = _named(case)
         num_keys += len(named)
-        distinct += len(torch.stack([requests, named]).unique(dim=1)[0])
+        distinct += len((requests * (1 + int(case.selection.indices.max())) + named).unique())
     return attention_cost(case.problem, batch.num_tokens, num_keys, distinct)
 
 

@@ -14,9 +14,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from engine_fixtures import poison, pools, runner_of, text_tokens
-from minideepinfer.cache.layouts import cache_layout
 from minideepinfer.cache.pages import PageAllocator
-from minideepinfer.errors import ConfigError
 from minideepinfer.model.compressor import Compressor
 from minideepinfer.model.rows import Rows
 from minideepinfer.operators import Phase
@@ -166,16 +164,6 @@ def test_pairs_are_pooled_channel_by_channel_across_chunks() -> None:
         torch.testing.assert_close(torch.cat(found).double(), torch.stack(expected), rtol=1e-6, atol=1e-6)
         assert torch.equal(pending[2], pair[[4, 2]])  # the unpaired last token, and the first half before it
         assert pending[[0, 1, 3]].isnan().all()
-
-
-def test_layouts() -> None:
-    layout = cache_layout("bf16")
-    assert layout.entry_bytes(512) == 1024
-    pool = layout.allocate(3, 4, 8, torch.device("cpu"))
-    assert (pool.shape, pool.dtype) == ((3, 4, 8), torch.bfloat16)
-    assert layout.stored(torch.tensor([1.0, 1.001])).tolist() == [1.0, 1.0]
-    with pytest.raises(ConfigError, match=r"cache\.layout: 'int3' is unknown; known layouts are \['bf16', 'float32'\]"):
-        cache_layout("int3")
 
 
 def test_pages_are_taken_once_and_given_back_once() -> None:

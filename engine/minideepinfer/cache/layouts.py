@@ -84,9 +84,9 @@ class PlainEntries:
 class GroupedEntries:
     """Entries as bytes: the codes of all channels, then one scale for each group of channels.
 
-    Values must be such as quantise-dequantise gives (spec 3.11): of these every bit is kept, the signs of zeros
-    included, whatever scale they had. A group of FP4 codes cannot hold NaN, nor can NVFP4 an infinity: it becomes NaN as
-    a whole; FP8 keeps NaN where it is, though not its payload.
+    Values must be such as quantise-dequantise gives (spec 3.11): of these every bit is kept, the signs of zeros and
+    infinities included, whatever scale they had. But FP4 has no code for NaN, nor can NVFP4 make an infinity: a group
+    with one becomes NaN as a whole. FP8 keeps NaN where it is, though not its payload.
 
     Attributes:
         packing: of the channels.

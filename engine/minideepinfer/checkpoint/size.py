@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 
-from minideepinfer.cache.kv_cache import pair_slots, ring_size
 from minideepinfer.cache.entry_bytes import PACKINGS, entry_bytes
+from minideepinfer.cache.kv_cache import pair_slots, ring_size
 from minideepinfer.checkpoint.layout import KINDS, SKIPPED_KINDS, TensorSpec, expected_tensors
 from minideepinfer.checkpoint.partition import Partition, check_experts
 from minideepinfer.checkpoint.verify import Summary, Total, summarize

@@ -76,9 +76,9 @@ def _size(args: argparse.Namespace) -> int:
         print("From the config alone: vision tensors are not counted.")
     for name, cache in caches.items():
         print(
-            f"Caches in {name}: {float(cache.bytes_per_token):,g} B per token, in pages of {cache.bytes_per_page:,} B "
-            f"({PAGE_TOKENS} tokens, the last page of a request whole), and {_human(cache.bytes_per_request)} of window "
-            "rings per request."
+            f"Caches in {name}: {float(cache.bytes_per_token):,g} B per token, in pages of {PAGE_TOKENS} tokens "
+            f"({cache.bytes_per_page:,} B, a request's last page whole), and {_human(cache.bytes_per_request)} of "
+            "window rings per request."
         )
     return 0
 

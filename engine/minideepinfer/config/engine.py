@@ -49,8 +49,8 @@ class CacheConfig(_Frozen):
 
     layout: Literal["auto", "float32", "bf16", "released"] = Field(
         "auto",
-        description="storage layout; `auto` follows `dtype`; `released` holds the model's own formats, FP8 and FP4, and "
-        "needs `kv_quantization: released`",
+        description="storage layout; `auto` follows `dtype`; `released` holds the formats that the model was trained "
+        "with, FP8 and FP4, and needs `kv_quantization: released`",
     )
     page_tokens: int = Field(64, gt=0, lt=2**31, description="tokens per page of the global pool")
     num_pages: int = Field(
@@ -144,8 +144,8 @@ class EngineConfig(_Frozen):
     def _layout_holds_what_is_cached(self) -> EngineConfig:
         if self.cache.layout == "released" and self.kv_quantization != "released":
             raise ValueError(
-                f"cache.layout is released and kv_quantization is {self.kv_quantization}; that layout holds only values "
-                "quantised as the model was trained: set kv_quantization to released, or cache.layout to auto"
+                f"cache.layout is released and kv_quantization is {self.kv_quantization}; that layout holds only "
+                "values quantised as the model was trained: set kv_quantization to released, or cache.layout to auto"
             )
         return self
 

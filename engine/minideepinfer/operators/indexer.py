@@ -15,8 +15,8 @@ class IndexerOperator(Protocol):
     """A built indexer (spec 3.6, 3.7). Axes: T rows, h index heads, d = index head_dim, K = topk.
 
     `index_keys` are contiguous; other tensors may have any strides. A row of them is a key in the problem's cache
-    layout: d numbers in `float32` and `bf16`; in `released` uint8, d / 2 bytes of e2m1 codes, the even channel in the low
-    nibble, and then d / 32 E8M0 scales. `minideepinfer.cache.layouts` decodes rows of any layout.
+    layout: d numbers in `float32` and `bf16`; in `released` uint8, d / 2 bytes of e2m1 codes, the even channel in the
+    low nibble, and then d / 32 E8M0 scales. `minideepinfer.cache.layouts` decodes rows of any layout.
     """
 
     def prepare(self, batch: Batch) -> Any:

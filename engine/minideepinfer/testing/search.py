@@ -10,7 +10,7 @@ from typing import Any
 import hypothesis
 from hypothesis import HealthCheck, Phase, Verbosity
 
-from minideepinfer.testing.contract import Conformance, Crash, Refused, Relation, Unavailable, Violation
+from minideepinfer.testing.contract import Crash, Refused, Relation, Unavailable, Violation
 from minideepinfer.testing.subject import Subject
 
 
@@ -90,14 +90,15 @@ def judging(subject: Subject) -> Iterator[None]:
         raise Crash(what) from error
 
 
-def edge_recipes(family: Conformance, dtypes: tuple[str, ...]) -> list[Any]:
-    """The family's edge cases in every compute dtype."""
-    return [replace(recipe, dtype=dtype) for recipe in family.edges for dtype in dtypes]
+def edge_recipes(subject: Subject) -> list[Any]:
+    """The family's edge cases in every compute dtype; in cache layouts that the operator declares."""
+    edges = filter(subject.asks, subject.family.edges)
+    return [replace(recipe, dtype=dtype) for recipe in edges for dtype in subject.dtypes]
 
 
 def _edges(subject: Subject, relation: Relation) -> list[Any]:
     """Every edge case in every dtype; in one of them by turns where an interpreter would make a relation slow."""
-    recipes, count = edge_recipes(subject.family, subject.dtypes), len(subject.dtypes)
+    recipes, count = edge_recipes(subject), len(subject.dtypes)
     if not subject.interpreted or relation.name == "matches-reference":
         return recipes
     turn = len(relation.name)
@@ -132,7 +133,7 @@ def _drawn(subject: Subject, relation: Relation, profile: Profile, seed: int) ->
         verbosity=Verbosity.quiet,
         suppress_health_check=list(HealthCheck),
     )
-    drawn = hypothesis.given(subject.family.recipes(subject.dtypes))(check)
+    drawn = hypothesis.given(subject.family.recipes(subject.dtypes).map(subject.fitted))(check)
     try:
         hypothesis.seed(seed)(settings(drawn))()
     except (Violation, Crash) as error:

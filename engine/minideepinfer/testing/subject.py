@@ -26,6 +26,7 @@ from minideepinfer.operators.build import build
 from minideepinfer.operators.support import obstacles
 from minideepinfer.testing.contract import Conformance, Crash, Outputs, Refused, Unavailable, Violation
 from minideepinfer.testing.ranks import RankComm, World
+from minideepinfer.testing.recipes.batch import PACKED, PLAIN
 from minideepinfer.testing.tensors import map_tensors, same_bits
 from minideepinfer.testing.variants import own_factor, plain, with_options
 
@@ -101,6 +102,19 @@ class Subject:
     def dtypes(self) -> tuple[str, ...]:
         """The compute dtypes that the operator declares."""
         return self.registered.declaration.support.dtypes
+
+    @property
+    def cache_layouts(self) -> tuple[str, ...]:
+        """What recipes may say of pools: those of a recipe in `released` are for operators that accept that."""
+        return (PLAIN, *(set(PACKED) & set(self.registered.declaration.accepts.get("cache", ()))))
+
+    def fitted(self, recipe: Any) -> Any:
+        """A drawn recipe; plain where the operator does not declare the cache layout drawn."""
+        return recipe if self.asks(recipe) else replace(recipe, cache_layout=PLAIN)
+
+    def asks(self, recipe: Any) -> bool:
+        """Whether the operator declares the cache layout of a recipe."""
+        return getattr(recipe, "cache_layout", PLAIN) in self.cache_layouts
 
     def count_drawn(self, case: Any) -> None:
         """Note that a case was drawn, and whether it is refused; options are there to serve less than the defaults."""

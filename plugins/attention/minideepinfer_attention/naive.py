@@ -110,9 +110,7 @@ class NaiveAttention:
         return _Keys(torch.where(is_new.unsqueeze(-1), from_step, from_ring), valid)
 
 
-def _selected_keys(
-    pool: Tensor, form: EntryFormat, selection: Selection, metadata: _Metadata, rows: Tensor
-) -> _Keys:
+def _selected_keys(pool: Tensor, form: EntryFormat, selection: Selection, metadata: _Metadata, rows: Tensor) -> _Keys:
     """The entries that each row selected, found through the block table: N = K."""
     batch, per_page = metadata.batch, pool.shape[1]
     entries = selection.indices[rows].long()

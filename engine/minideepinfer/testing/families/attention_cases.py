@@ -44,6 +44,9 @@ EDGES = (
     AttentionRecipe(_THREE, pattern="valid", q_amplitude=1e4, num_heads=2),
     AttentionRecipe(_THREE, q_amplitude=1e37, kv_amplitude=1e-39, num_heads=2),  # subnormal keys
     AttentionRecipe(_THREE, q_amplitude=1e-39, sink=1.0),
+    AttentionRecipe(_THREE, pattern="valid", head_dim=64, index_topk=9, sink=1.0, cache_layout="released"),
+    AttentionRecipe(BatchRecipe((2,), (30,)), compress_ratio=0, sliding_window=9, cache_layout="released"),
+    AttentionRecipe(BatchRecipe((3,), (7,)), compress_ratio=2, kv_amplitude=1e-3, cache_layout="released"),
 )
 
 

@@ -82,13 +82,11 @@ class AttentionCase:
     def split(self) -> tuple[tuple[AttentionCase, Tensor], tuple[AttentionCase, Tensor]]:
         """Two steps instead of one: the first rows of each request, written to the rings before the rest follows."""
         (head, first), (tail, rest) = split_requests(self.batch)
-        ring = self.window_ring.clone()
+        ring, entries = self.window_ring.clone(), self.layout.window.encode(self.window_new)
         for row in first.tolist():
             if (position := int(self.batch.positions[row])) >= 0:
                 request = int(self.batch.request_ids[row])
-                ring[self.batch.ring_table[request], position % ring.shape[1]] = self.layout.window.encode(
-                    self.window_new[row]
-                )
+                ring[self.batch.ring_table[request], position % ring.shape[1]] = entries[row]
         return (self._rows(head, first), first), (replace(self._rows(tail, rest), window_ring=ring), rest)
 
     def _rows(self, batch: Batch, rows: Tensor) -> AttentionCase:

@@ -29,7 +29,10 @@ ROLES = ("plain", "source", "reindex")
 
 @dataclass(frozen=True)
 class IndexerCase:
-    """One indexer call, keys in the problem's cache layout; `exact` = its numbers are small integers, so that every score is exact."""
+    """One indexer call, keys in the problem's cache layout.
+
+    `exact` = its numbers are small integers, so that every score is exact.
+    """
 
     problem: IndexerProblem
     batch: Batch
@@ -138,6 +141,9 @@ class IndexerRecipe:
             seen = visible[batch.request_ids == request].tolist()
             for entry in range(max([*seen, 0])):
                 keys[pages[entry // per_page], entry % per_page] = vectors(amplitude=self.key_amplitude)
+        if self.cache_layout != PLAIN:  # groups of channels with scales of their own
+            factors = 2.0 ** torch.randint(-3, 4, (*keys.shape[:2], self.head_dim // 32, 1), generator=generator)
+            keys = (keys.unflatten(-1, (-1, 32)) * factors).flatten(-2).to(dtype)
         head_weights = numbers(batch.num_tokens, self.num_heads)
         candidates = torch.randint(-1, 26, (batch.num_tokens, self.candidate_topk_blocks), generator=generator).int()
         if self.named == "none":

@@ -8,9 +8,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import hypothesis
-from hypothesis import HealthCheck, Phase, Verbosity
+from hypothesis import HealthCheck, Phase, Verbosity, strategies
+from hypothesis.strategies import SearchStrategy
 
 from minideepinfer.testing.contract import Crash, Refused, Relation, Unavailable, Violation
+from minideepinfer.testing.recipes.batch import PACKED
 from minideepinfer.testing.subject import Subject
 
 
@@ -114,6 +116,14 @@ def _first_failing_edge(subject: Subject, relation: Relation) -> Failure | None:
     return None
 
 
+def _recipes(subject: Subject) -> SearchStrategy[Any]:
+    """The family's recipes; half of them with packed pools, where the operator declares these and dims allow it."""
+    recipes = subject.family.recipes(subject.dtypes)
+    if not subject.family.packs or PACKED not in subject.cache_layouts:
+        return recipes
+    return strategies.builds(lambda recipe, pack: recipe.packed() if pack else recipe, recipes, strategies.booleans())
+
+
 def _drawn(subject: Subject, relation: Relation, profile: Profile, seed: int) -> Failure | None:
     last: list[Any] = [None]
 
@@ -133,7 +143,7 @@ def _drawn(subject: Subject, relation: Relation, profile: Profile, seed: int) ->
         verbosity=Verbosity.quiet,
         suppress_health_check=list(HealthCheck),
     )
-    drawn = hypothesis.given(subject.family.recipes(subject.dtypes).map(subject.fitted))(check)
+    drawn = hypothesis.given(_recipes(subject))(check)
     try:
         hypothesis.seed(seed)(settings(drawn))()
     except (Violation, Crash) as error:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from minideepinfer.operators import Quantization
 from minideepinfer.testing.recipes.attention import PATTERNS, AttentionCase, AttentionRecipe
-from minideepinfer.testing.recipes.batch import PACKED, PLAIN, BatchRecipe
+from minideepinfer.testing.recipes.batch import BatchRecipe
 from minideepinfer.testing.recipes.comm import CommRecipe
 from minideepinfer.testing.recipes.epilogue import NUMBERS, EpilogueRecipe, InjectRecipe
 from minideepinfer.testing.recipes.indexer import ROLES, IndexerCase, IndexerRecipe
@@ -38,7 +38,7 @@ def batches(draw: st.DrawFn) -> BatchRecipe:
 
 def attention_recipes(dtypes: tuple[str, ...] = BOTH) -> st.SearchStrategy[AttentionRecipe]:
     """Any legal attention call."""
-    drawn = st.builds(
+    return st.builds(
         AttentionRecipe,
         batch=batches(),
         dtype=st.sampled_from(dtypes),
@@ -54,10 +54,8 @@ def attention_recipes(dtypes: tuple[str, ...] = BOTH) -> st.SearchStrategy[Atten
         sink=st.sampled_from([None, 1.0, 30.0]),
         q_amplitude=st.sampled_from([0.5, 4.0, 100.0, 0.0, 1e-25]),
         kv_amplitude=st.sampled_from([1.0, 1e-3, 1e3, 1e25, 1e-39]),
-        cache_layout=st.sampled_from([PLAIN, *PACKED]),
         seed=SEEDS,
     )
-    return drawn.map(lambda recipe: replace(recipe, cache_layout=PLAIN) if recipe.head_dim % 32 else recipe)
 
 
 def indexer_recipes(dtypes: tuple[str, ...] = BOTH) -> st.SearchStrategy[IndexerRecipe]:
@@ -77,19 +75,11 @@ def indexer_recipes(dtypes: tuple[str, ...] = BOTH) -> st.SearchStrategy[Indexer
         positive_weights=st.booleans(),
         q_amplitude=st.sampled_from([1.0, 1.0, 1e15, 1e-20]),
         key_amplitude=st.sampled_from([1.0, 1.0, 1e15, 1e-39]),
-        cache_layout=st.sampled_from([PLAIN, *PACKED]),
         kv_quantization=st.sampled_from(["none", "released"]),
         named=st.sampled_from(["any", "any", "none", "all"]),
         seed=SEEDS,
     )
-    return drawn.map(_quantized_if_packed)
-
-
-def _quantized_if_packed(recipe: IndexerRecipe) -> IndexerRecipe:
-    """A recipe that can be made: groups have 32 channels, and packed keys are quantised."""
-    if recipe.head_dim % 32:
-        return replace(recipe, cache_layout=PLAIN, kv_quantization="none")
-    return replace(recipe, kv_quantization="released") if recipe.cache_layout in PACKED else recipe
+    return drawn.map(lambda recipe: replace(recipe, kv_quantization="none") if recipe.head_dim % 32 else recipe)
 
 
 @st.composite
@@ -195,13 +185,13 @@ def _name(dtype: torch.dtype) -> tuple[str, ...]:
 
 
 def attention_cases(dtype: torch.dtype = torch.float32) -> st.SearchStrategy[AttentionCase]:
-    """Attention calls in one compute dtype, their pools in it too."""
-    return attention_recipes(_name(dtype)).map(lambda recipe: replace(recipe, cache_layout=PLAIN).build())
+    """Attention calls in one compute dtype."""
+    return attention_recipes(_name(dtype)).map(AttentionRecipe.build)
 
 
 def indexer_cases(dtype: torch.dtype = torch.float32) -> st.SearchStrategy[IndexerCase]:
-    """Indexer calls in one compute dtype, their keys in it too."""
-    return indexer_recipes(_name(dtype)).map(lambda recipe: replace(recipe, cache_layout=PLAIN).build())
+    """Indexer calls in one compute dtype."""
+    return indexer_recipes(_name(dtype)).map(IndexerRecipe.build)
 
 
 def moe_cases(dtype: torch.dtype = torch.float32, activation_quantization: str = "none") -> st.SearchStrategy[MoeCase]:

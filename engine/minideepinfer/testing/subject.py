@@ -105,12 +105,8 @@ class Subject:
 
     @property
     def cache_layouts(self) -> tuple[str, ...]:
-        """What recipes may say of pools: those of a recipe in `released` are for operators that accept that."""
-        return (PLAIN, *(set(PACKED) & set(self.registered.declaration.accepts.get("cache", ()))))
-
-    def fitted(self, recipe: Any) -> Any:
-        """A drawn recipe; plain where the operator does not declare the cache layout drawn."""
-        return recipe if self.asks(recipe) else replace(recipe, cache_layout=PLAIN)
+        """Cache layouts of recipes that the operator is asked about: `released` only if it declares that."""
+        return (PLAIN, PACKED) if PACKED in self.registered.declaration.accepts.get("cache", ()) else (PLAIN,)
 
     def asks(self, recipe: Any) -> bool:
         """Whether the operator declares the cache layout of a recipe."""

@@ -138,6 +138,7 @@ FAMILY = Conformance(
         Relation("no-sink", "a sink counted as a value, or scaled", no_sink),
     ),
     cases=(*CASES, *LARGE),
+    packs=True,
     tolerances=(
         Tolerance("float32", "every output", f"{_FLOAT32}, twice: operator and reference", _WHY_FLOAT32),
         Tolerance(

@@ -104,8 +104,8 @@ def far_pages(subject: Subject) -> None:
 
 
 def _far_pages(subject: Subject, recipe: AttentionRecipe) -> None:
-    names = ("num_heads", "head_dim", "rope_dim")
-    near = subject.nearest(replace(recipe, **dict(zip(names, dims, strict=True))).build() for dims in DIMS)
+    sizes = (replace(recipe, num_heads=heads, head_dim=dim, rope_dim=rope) for heads, dim, rope in DIMS)
+    near = subject.nearest(size.build() for size in sizes)
     assert near.global_kv is not None
     expected = subject.run(near)
     subject.family.compare(subject, near, expected, subject.reference(near), 1.0)

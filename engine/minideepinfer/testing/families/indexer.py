@@ -146,6 +146,7 @@ FAMILY = Conformance(
         Relation("two-levels", "candidates ignored, numbered by entry, or without the newest block", two_levels),
     ),
     cases=(*CASES, *LARGE),
+    packs=True,
     tolerances=(
         *(
             Tolerance(

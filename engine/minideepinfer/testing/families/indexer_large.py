@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from minideepinfer.testing.contract import ExplicitCase, Violation
 from minideepinfer.testing.families.indexer_cases import DIMS
-from minideepinfer.testing.recipes.batch import PLAIN, BatchRecipe, renumber_pages
+from minideepinfer.testing.recipes.batch import PACKED, BatchRecipe, renumber_pages
 from minideepinfer.testing.recipes.far import past_int32
 from minideepinfer.testing.recipes.indexer import IndexerCase, IndexerRecipe
 from minideepinfer.testing.relations import tile_borders
@@ -74,14 +75,14 @@ def far_pages(subject: Subject) -> None:
     """The same keys in pages past 2^31 elements give the same selection."""
     batch = BatchRecipe(seqlens=(2, 3), context_lens=(40, 70), page_tokens=16)
     recipe = IndexerRecipe(batch, subject.narrowest, topk=9, seed=3)
-    for layout in subject.cache_layouts:
-        quantization = "none" if layout == PLAIN else "released"
-        _far_pages(subject, replace(recipe, cache_layout=layout, kv_quantization=quantization))
+    sizes = [replace(recipe, num_heads=heads, head_dim=dim) for heads, dim in DIMS]
+    _far_pages(subject, sizes)
+    if PACKED in subject.cache_layouts:
+        _far_pages(subject, [size.packed() for size in sizes if size.head_dim % 32 == 0])
 
 
-def _far_pages(subject: Subject, recipe: IndexerRecipe) -> None:
-    sizes = [dims for dims in DIMS if recipe.cache_layout == PLAIN or dims[1] % 32 == 0]
-    near = subject.nearest(replace(recipe, num_heads=heads, head_dim=dim).build() for heads, dim in sizes)
+def _far_pages(subject: Subject, sizes: Sequence[IndexerRecipe]) -> None:
+    near = subject.nearest(size.build() for size in sizes)
     expected = subject.run(near)
     subject.family.compare(subject, near, expected, subject.reference(near), 1.0)
     pool = past_int32(near.index_keys, subject.device)

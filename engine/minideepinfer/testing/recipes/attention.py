@@ -16,6 +16,7 @@ from minideepinfer.testing.recipes.batch import (
     GARBAGE,
     NAN,
     NO_REQUESTS,
+    PACKED,
     PLAIN,
     BatchRecipe,
     facts,
@@ -214,6 +215,10 @@ class AttentionRecipe:
         )
         fill_readable(case, generator, self.kv_amplitude)
         return case if self.cache_layout == PLAIN else _packed(case)
+
+    def packed(self) -> AttentionRecipe:
+        """The recipe with pools of bytes, if its dims allow that."""
+        return self if self.head_dim % 32 else replace(self, cache_layout=PACKED)
 
     def problem(self, batch: Batch) -> AttentionProblem:
         """What the operator is told of a batch of this recipe."""

@@ -17,8 +17,8 @@ GARBAGE = 2_147_480_000
 NAN = float("nan")
 PLAIN = "plain"
 """In recipes: the cache layout that holds numbers in the compute dtype."""
-PACKED = ("released",)
-"""Other cache layouts in recipes; operators that do not declare one are not asked about it."""
+PACKED = "released"
+"""In recipes: the cache layout of packed bytes."""
 
 
 def context(problem: Any) -> BuildContext:

@@ -15,6 +15,7 @@ from minideepinfer.quantization import qdq_mxfp4
 from minideepinfer.testing.recipes.batch import (
     NAN,
     NO_REQUESTS,
+    PACKED,
     PLAIN,
     BatchRecipe,
     facts,
@@ -159,6 +160,10 @@ class IndexerRecipe:
             candidates=candidates if self.role == "reindex" else None,
             exact=self.numbers != "normal",
         )
+
+    def packed(self) -> IndexerRecipe:
+        """The recipe with keys in bytes, if its dims allow that."""
+        return self if self.head_dim % 32 else replace(self, cache_layout=PACKED, kv_quantization="released")
 
     def problem(self, batch: Batch) -> IndexerProblem:
         """What the operator is told of a batch of this recipe."""

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from engine_fixtures import LONGEST, golden_tokens, poison, pools, runner_of, text_tokens
+from golden_sets import GOLDEN
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from minideepinfer import LLM, EngineConfig, SamplingParams
@@ -21,6 +22,7 @@ from minideepinfer.operators.plan import PlannedOperator
 from minideepinfer.runtime.engine import Engine
 from minideepinfer.runtime.problems import layer_problems
 from minideepinfer.runtime.runner import Runner
+from minideepinfer.testing.golden import verify
 from minideepinfer.testing.recipes.attention import AttentionRecipe
 from minideepinfer.testing.recipes.indexer import IndexerRecipe
 from minideepinfer.testing.strategies import attention_recipes, indexer_recipes
@@ -120,6 +122,17 @@ def test_generated_tokens_of_the_trained_model(dtype: str) -> None:
             outputs.append([(output.token_ids, output.logprobs) for output in llm.generate(prompts, params)])
     assert outputs[0] == outputs[1]
     assert all(len(token_ids) == 24 for token_ids, _ in outputs[0])
+
+
+@pytest.mark.parametrize("variant", ["fp32-q", "bf16-q"])
+def test_golden_sets_are_verified_with_it(variant: str) -> None:
+    reports = [
+        verify(GOLDEN / "tiny-b", variants=[variant], sequences=["s5"], config=EngineConfig(cache={"layout": layout}))
+        for layout in ("released", "auto")
+    ]
+    assert all(report.ok for report in reports)
+    found, expected = (report.to_dict() for report in reports)
+    assert found["cells"] == expected["cells"] and found["cells"]
 
 
 def test_caches_shrink_as_the_formats_do() -> None:

@@ -84,7 +84,7 @@ class Run:
 
     Attributes:
         steps: milliseconds of each step.
-        layer_rows: rows times the layers that they ran, of all steps.
+        layer_rows: rows of a rank times the layers that they ran, of all steps, as the engine counted them.
         hit: tokens that were found.
     """
 
@@ -168,22 +168,22 @@ class PrefixBench:
     def _run(self, engine: Engine, prompt: Sequence[int]) -> Run:
         generation = engine.make_generation(prompt, SamplingParams(max_tokens=1, ignore_eos=True))
         assert engine.prefixes is not None
-        statistics, times = engine.prefixes.statistics, engine.throughput
+        statistics, times, work = engine.prefixes.statistics, engine.throughput, engine.work
+        found, encoder, decoder = statistics.hit_tokens, work.encoder_rows, work.decoder_rows
         engine.start(generation)
-        found, steps, layer_rows = statistics.hit_tokens, [], 0
+        steps = []
         while generation.finish_reason is None:
             self.rank.draw_others()
             self.rank.meet()
             before = times.prefill_seconds + times.decode_seconds
             engine.step()
             steps.append(1e3 * (times.prefill_seconds + times.decode_seconds - before))
-            share = engine.runner.shares[self.rank.world.rank]
-            layer_rows += rows_times_layers(self.rank, share.num_tokens, share.num_kept)
-        return Run(tuple(steps), layer_rows, statistics.hit_tokens - found)
+        ran = rows_times_layers(self.rank, work.encoder_rows - encoder, work.decoder_rows - decoder)
+        return Run(tuple(steps), ran // self.rank.world.size, statistics.hit_tokens - found)
 
 
 def rows_times_layers(rank: Rank, rows: int, kept: int) -> int:
-    """Rows of a step through the layers before the candidate source, and those that are kept through the others."""
+    """Rows through the layers before the candidate source, and those that are kept through the others."""
     source, layers = rank.config.candidate_source_layer_id, len(rank.model.blocks)
     return rows * min(source, layers) + kept * max(0, layers - source)
 

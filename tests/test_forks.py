@@ -327,14 +327,16 @@ def test_without_memory_a_fork_waits_and_ends_alike(steps: int, cache: dict[str,
 def test_memory_is_kept_ready_for_the_forks_of_a_prompt() -> None:
     """Else requests that wait would take it, and every fork would compute the prompt again."""
     on = engine()
-    parents = [started(on, seed) for seed in (5, 15)]
+    seeds = (5, 15, 25)
+    parents = [started(on, seed) for seed in seeds]
     children = [
-        child for parent, seed in zip(parents, (5, 15), strict=True) for child in on.fork(parent, [seed + 1, seed + 2])
+        fork for parent, seed in zip(parents, seeds, strict=True) for fork in on.fork(parent, [seed + 1, seed + 2])
     ]
     on.step()
-    assert len(on.scheduler.running) == 4 and on.scheduler.memory.forks.forks == 2
+    assert on.scheduler.running == tuple(g.request for g in (*parents[:2], *children[:2])), "the third one waits"
+    assert on.scheduler.memory.forks.forks == 2
     found = finish(on, [*parents, *children])
-    assert found == [alone(seed) for seed in (5, 15, 6, 7, 16, 17)]
+    assert found == [alone(seed) for seed in (*seeds, 6, 7, 16, 17, 26, 27)]
 
 
 @pytest.mark.parametrize("steps", [0, 1])

@@ -9,6 +9,7 @@ import pytest
 import torch
 from engine_fixtures import PAGE_TOKENS, poison, pools, runner_of, text_tokens
 from minideepinfer.cache.pages import PageAllocator
+from minideepinfer.checkpoint.size import cache_sizes
 from minideepinfer.errors import RequestError
 from minideepinfer.runtime.engine import Engine
 from minideepinfer.runtime.generation import Generation
@@ -67,22 +68,23 @@ class Forced:
 
 
 @pytest.mark.parametrize(
-    ("name", "replay", "quantization", "decoded"),
+    ("name", "replay", "layout", "decoded"),
     [
-        *(("tiny-a", "full", "none", decoded) for decoded in range(4)),
-        ("tiny-a", "halo", "none", 1),
-        ("tiny-a", "bounded", "none", 2),
+        *(("tiny-a", "full", "float32", decoded) for decoded in range(4)),
+        ("tiny-a", "halo", "float32", 1),
+        ("tiny-a", "bounded", "float32", 2),
         ("tiny-a", "bounded", "released", 3),
         ("tiny-b", "full", "released", 5),
-        ("tiny-b", "bounded", "none", 2),
+        ("tiny-b", "bounded", "float32", 2),
     ],
 )
 def test_a_fork_goes_on_like_a_request_that_had_these_tokens_all_along(
-    name: str, replay: str, quantization: str, decoded: int
+    name: str, replay: str, layout: str, decoded: int
 ) -> None:
     prompt, first, own, theirs = (text_tokens(name, seed, n) for seed, n in ((1, PROMPT), (2, 9), (3, REST), (4, REST)))
     first = first[:decoded]
-    runner = runner_of(name, quantization, replay)
+    quantization = "released" if layout == "released" else "none"
+    runner = runner_of(name, quantization, replay, cache=(("layout", layout),))
     expected = []
     for rest in (own, theirs):
         alone = Forced(runner)
@@ -480,3 +482,14 @@ def test_bounded_replay_may_be_forked() -> None:
     assert finish(on, [parent, *children]) == [alone(seed, "bounded") for seed in (5, 6, 5)]
     assert (on.work.encoder_rows, on.work.decoder_rows) == (PROMPT + 33, 16 + 33)
     assert on.work.layer_rows == 5 * (PROMPT + 33) + 4 * (16 + 33)
+
+
+@pytest.mark.parametrize("layout", ["float32", "bf16", "released"])
+@pytest.mark.parametrize("name", ["tiny-a", "tiny-b"])
+def test_statistics_tell_the_bytes_of_checkpoint_size(name: str, layout: str) -> None:
+    runner = runner_of(name, "released", cache=(("layout", layout),))
+    found, size = Engine(runner).cache_statistics, cache_sizes(runner.config.text_config)[layout]
+    assert (found.layout, found.prefix) == (layout, None)
+    assert (found.bytes_per_token, found.bytes_per_request) == (size.bytes_per_token, size.bytes_per_request)
+    assert found.num_bytes == 64 * PAGE_TOKENS[name] * size.bytes_per_token + 4 * size.bytes_per_request
+    assert found.num_bytes == sum(pool.nbytes for pool in pools(runner))

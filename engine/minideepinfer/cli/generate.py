@@ -150,7 +150,7 @@ def _continue(
     except KeyboardInterrupt:
         interrupted = True
     finally:
-        for generation in generations:
+        for generation in reversed(generations):
             llm.abort(generation)
         if not quiet:
             print(flush=True)

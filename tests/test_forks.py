@@ -74,7 +74,7 @@ class Forced:
         ("tiny-a", "halo", "float32", 1),
         ("tiny-a", "bounded", "float32", 2),
         ("tiny-a", "bounded", "released", 3),
-        ("tiny-b", "full", "released", 5),
+        ("tiny-a", "full", "released", 5),
         ("tiny-b", "bounded", "float32", 2),
     ],
 )

@@ -123,7 +123,7 @@ class Jobs:
 
     def checks(self) -> list[Job]:
         """What must be right; and compiling what is timed later, which takes longer than timing it."""
-        jobs = [self.parts("modules", "correct", seconds=80)]
+        jobs = [self.parts("modules", "correct", seconds=75)]
         if self._cuda:
             jobs += [self.parts("warm", seconds=70, ranks=1, device=device) for device in (0, 1)]
         return [*jobs, *self._kit()]

@@ -43,7 +43,7 @@ def seven_layers(experts: int) -> ModelConfig:
 def _model(bench: Bench) -> ModelConfig:
     if bench.cuda:
         return seven_layers(bench.sizes.experts)
-    return ModelConfig.from_file(Path(str(resources.files("minideepinfer") / "data" / "tiny" / "config.json")))
+    return ModelConfig.from_file(Path(str(resources.files("minideepinfer") / "data" / "config.tiny.json")))
 
 
 def modules(bench: Bench) -> dict[str, Any]:

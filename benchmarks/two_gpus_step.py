@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib import resources
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ from minideepinfer.measure.record import Record
 from minideepinfer.operators import Stage
 from minideepinfer.runtime.world import World
 from two_gpus_bench import OPERATORS, Bench
+from two_gpus_model import seven_layers
 
 FEW_EXPERTS = 16
 MADE_UP_WORLD = 32
@@ -59,13 +60,9 @@ class Connected:
         """Nothing is left to do."""
 
 
-def _model(bench: Bench, experts: int | None = None) -> ModelConfig:
-    """The fixed benchmark's model; with another number of experts, if one is given."""
+def _model(bench: Bench) -> ModelConfig:
     name = CONFIGS["v41-rank" if bench.cuda else "tiny"]
-    raw = json.loads((resources.files("minideepinfer") / "data" / name).read_text(encoding="utf-8"))
-    if experts is not None:
-        raw["text_config"]["n_routed_experts"] = experts
-    return ModelConfig.from_dict(raw)
+    return ModelConfig.from_file(Path(str(resources.files("minideepinfer") / "data" / name)))
 
 
 def _problem(bench: Bench, ranks: int) -> PrefillProblem:
@@ -145,13 +142,14 @@ def _engram(bench: Bench, one: PrefillBench) -> int:
 def warm(bench: Bench) -> dict[str, Any]:
     """Compile what `fixed_step` will run; what is compiled stays on disk.
 
-    There is room for few experts beside other parts. So one device runs the steps with few in all, and the other one,
-    for the experts' kernels, all but few of them here: as a rank of many, which have as many rows together.
+    There is room for few layers and experts beside other parts. So one device runs the steps with few experts in all,
+    and the other one, for the kernels of experts, all but few of them here: as a rank of many, which have as many rows.
     """
     many = bench.cuda and bench.device.index
-    problem = replace(_problem(bench, MADE_UP_WORLD if many else 2), engram_fraction=1 / 64)
+    problem = _problem(bench, MADE_UP_WORLD if many else 2)
+    problem = replace(problem, num_layers=None, engram_fraction=1 / 64)
     shrink = MADE_UP_WORLD // 2 if many else 1
-    config = _model(bench, FEW_EXPERTS if bench.cuda and not many else None)
+    config = seven_layers(bench.sizes.experts if many else FEW_EXPERTS) if bench.cuda else _model(bench)
     one = PrefillBench(config, EngineConfig(device=str(bench.device)), problem)
     tokens = [each // shrink for each in bench.sizes.tokens] if bench.cuda else [problem.new_tokens]
     for each in sorted(tokens, reverse=True):

@@ -27,6 +27,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from two_gpus_report import summary
+
 HERE = Path(__file__).parent
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 KIT = ("comm:collective", "comm:all_to_all", "comm:symmetric", "moe:naive", "moe:fused")
@@ -86,12 +88,16 @@ class Job:
             self.seconds = min(self.seconds, seconds + GRACE)
         if None in codes and seconds < self.seconds:
             return
-        for process in self._started:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # its children, too
+        self.kill()
         late = ", killed at its limit" if None in codes else ""
         self.verdict = f"exit {' '.join(str(process.wait()) for process in self._started)}, {seconds:.0f} s{late}"
         print(f"{self.name}: {self.verdict}", flush=True)
+
+    def kill(self) -> None:
+        """End all ranks, and what they have started."""
+        for process in self._started:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def _free_port() -> int:
@@ -151,9 +157,9 @@ class Jobs:
         generate += ["--max-tokens", "4", "--json", "--set", f"device={self._on[1]}"]
         return [*jobs, Job("generate", generate, seconds=50)]
 
-    def timed(self) -> list[list[Job]]:
+    def timed(self) -> list[Job]:
         """What has the machine for itself, in turn."""
-        return [[self.parts("engram", "cost", seconds=40)], [self.parts("step", seconds=90)]]
+        return [self.parts("engram", "cost", seconds=40), self.parts("step", seconds=90)]
 
 
 def _compared(out: Path) -> dict[str, Any]:
@@ -196,31 +202,37 @@ def main() -> int:
     out: Path = arguments.out
     out.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("OMP_NUM_THREADS", "2")
-    jobs, done = Jobs(arguments.device, out.resolve()), []
-    if "checks" in arguments.only:
-        done += jobs.checks()
-    for job in done:
-        job.start(out)
-    if "models" in arguments.only:
-        made, models = jobs.checkpoint(), jobs.models()
-        made.start(out)
-        _finish([made])
-        for job in models:
-            job.start(out)
-        done += [made, *models]
-    _finish(done)
-    _collect(out, done)
-    for turn in jobs.timed() if "timed" in arguments.only else []:
-        for job in turn:
-            job.start(out)
-        _finish(turn)
-        done += turn
-        _collect(out, done)
-    print("\n".join(summary(_collect(out, done))))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
+    done: list[Job] = []
+    try:
+        _run(Jobs(arguments.device, out.resolve()), arguments.only, out, done)
+    finally:
+        for job in done:
+            job.kill()
+        print("\n".join(summary(_collect(out, done))), flush=True)
     return int(any(set(job.verdict.partition(",")[0].split()[1:]) != {"0"} for job in done))
 
 
-if __name__ == "__main__":
-    from two_gpus_report import summary
+def _run(jobs: Jobs, only: Sequence[str], out: Path, done: list[Job]) -> None:
+    """Run what is asked for; `done` gets each job when it starts."""
 
+    def start(*some: Job) -> None:
+        for job in some:
+            done.append(job)
+            job.start(out)
+
+    if "checks" in only:
+        start(*jobs.checks())
+    if "models" in only:
+        start(made := jobs.checkpoint())
+        _finish([made])
+        start(*jobs.models())
+    _finish(done)
+    for job in jobs.timed() if "timed" in only else []:
+        _collect(out, done)
+        start(job)
+        _finish([job])
+
+
+if __name__ == "__main__":
     sys.exit(main())

@@ -71,10 +71,11 @@ class Bench:
             "activation_quantization": "none",
         }
 
-    def comm(self, name: str) -> Any:
-        """A built comm operator; `single` for one rank."""
+    def comm(self, name: str, experts: int | None = None) -> Any:
+        """A built comm operator, for another number of experts if one is given; `single` for one rank."""
         sizes, world = self.sizes, 1 if name == "single" else self.world
-        problem = CommProblem(hidden_size=sizes.hidden, num_experts=sizes.experts, world_size=world, **self._facts)
+        experts = experts or sizes.experts
+        problem = CommProblem(hidden_size=sizes.hidden, num_experts=experts, world_size=world, **self._facts)
         return self._build("comm", name, problem)
 
     def moe(self, name: str, ranks: int) -> Any:

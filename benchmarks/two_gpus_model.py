@@ -63,7 +63,7 @@ def modules(bench: Bench) -> dict[str, Any]:
     found: dict[str, Any] = {}
     shared_out = [_shared_out(bench, one, block) for block in alone]
     for name in OPERATORS:
-        together = [replace(block, comm=bench.comm(name)) for block in shared_out]
+        together = [replace(block, comm=bench.comm(name, one.rank.config.n_routed_experts)) for block in shared_out]
         for label, rows in _shapes(bench).items():
             found[f"{name}, {label}"] = _compared(bench, one, alone, together, rows[bench.rank % 2])
             bench.keep({"errors": found})

@@ -31,9 +31,11 @@ from two_gpus_report import summary
 
 HERE = Path(__file__).parent
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
-KIT = ("comm:collective", "comm:all_to_all", "comm:symmetric", "moe:naive", "moe:fused")
+KIT = (("comm:collective", "comm:all_to_all", "comm:symmetric"), ("moe:naive",), ("moe:fused",))
+"""Jobs of operators that the same two processes serve in turn."""
 ON_CUDA_ONLY = ("comm:symmetric", "moe:fused", "symmetric")
 """Of what is checked."""
+PARTS = ("checks", "kit", "models", "timed")
 LLM_ON = {"one-rank": (1, "auto")} | {comm: (2, comm) for comm in ("collective", "all_to_all", "symmetric")}
 """Ranks and comm operators, all compared with the first."""
 GRACE = 8.0
@@ -132,14 +134,15 @@ class Jobs:
         jobs = [self.parts("modules", "correct", seconds=75)]
         if self._cuda:
             jobs += [self.parts("warm", seconds=70, ranks=1, device=device) for device in (0, 1)]
-        return [*jobs, *self._kit()]
+        return jobs
 
-    def _kit(self) -> Iterator[Job]:
-        for operator in KIT:
-            if self._cuda or operator not in ON_CUDA_ONLY:
-                name = f"kit-{operator.replace(':', '-')}"
-                command = [str(HERE / "two_gpus_kit.py"), operator, *self._on, "--out", str(self._out / f"{name}.json")]
-                yield Job(name, command, seconds=60)
+    def kit(self) -> Iterator[Job]:
+        """The conformance kit."""
+        for operators in KIT:
+            if served := [each for each in operators if self._cuda or each not in ON_CUDA_ONLY]:
+                name = f"kit-{served[0].replace(':', '-')}"
+                command = [str(HERE / "two_gpus_kit.py"), *served, *self._on, "--out", str(self._out)]
+                yield Job(name, command, seconds=84)
 
     def checkpoint(self) -> Job:
         """Makes the model that the next ones load."""
@@ -195,9 +198,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="a directory")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument(
-        "--only", nargs="+", choices=("checks", "models", "timed"), default=("checks", "models", "timed")
-    )
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     arguments = parser.parse_args()
     out: Path = arguments.out
     out.mkdir(parents=True, exist_ok=True)
@@ -223,6 +224,8 @@ def _run(jobs: Jobs, only: Sequence[str], out: Path, done: list[Job]) -> None:
 
     if "checks" in only:
         start(*jobs.checks())
+    if "kit" in only:
+        start(*jobs.kit())
     if "models" in only:
         start(made := jobs.checkpoint())
         _finish([made])

@@ -1,9 +1,10 @@
-"""A job of `two_gpus.py`: the conformance kit for one operator, first what it asks of operators between processes.
+"""A job of `two_gpus.py`: the conformance kit for some operators, first what it asks of them between processes.
 
-    python benchmarks/two_gpus_kit.py comm:collective --device cpu --out FILE
+    python benchmarks/two_gpus_kit.py comm:collective comm:all_to_all --device cpu --out DIR
 
-On a machine with two GPUs each process has its own. The record is written every second, so that a limit of time leaves
-what was checked; everything between processes comes first, and of MoE operators nothing else is asked.
+On a machine with two GPUs each process has its own; the same two serve all operators. `DIR/kit-FAMILY-NAME.json` is
+written every second, so that a limit of time leaves what was checked. Everything between processes comes first, of all
+operators; of MoE operators nothing else is asked.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class Record:
         self._outcomes[outcome.name] = outcome
         self._write()
         seconds = time.monotonic() - self._begin
-        print(f"{outcome.name} {outcome.status} {seconds:.1f} s {outcome.reason[:300]}", flush=True)
+        title = self._facts["operator"]
+        print(f"{title}: {outcome.name} {outcome.status} {seconds:.1f} s {outcome.reason[:300]}", flush=True)
 
     def statuses(self) -> set[str]:
         """All that occur."""
@@ -81,27 +83,32 @@ def _wanted(entry: Relation | ExplicitCase, comm: bool) -> bool:
     return entry.name in BETWEEN or (comm and entry.name not in LARGE)
 
 
+def _turn(entry: Relation | ExplicitCase) -> int:
+    return BETWEEN.index(entry.name) if entry.name in BETWEEN else len(BETWEEN)
+
+
 def main() -> int:
-    """Check one operator; 1 if something failed."""
+    """Check some operators; 1 if something failed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("operator")
+    parser.add_argument("operators", nargs="+")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--examples", type=int, default=10, help="drawn for a relation, behind its edge cases")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--examples", type=int, default=6, help="drawn for a relation, behind its edge cases")
+    parser.add_argument("--out", type=Path, required=True, help="a directory")
     arguments = parser.parse_args()
     registry = load_registry()
-    (operator,) = find_operators(registry, [arguments.operator])
     profile = replace(PROFILES["quick"], examples=arguments.examples, shrink=False)
-    comm = operator.declaration.family == "comm"
-    asked = [(family, entry) for family, entry in entries(operator, registry) if _wanted(entry, comm)]
-    asked.sort(key=lambda entry: BETWEEN.index(entry[1].name) if entry[1].name in BETWEEN else len(BETWEEN))
-    record = Record(operator.title, arguments.examples, len(asked), arguments.out)
-    for family, entry in asked:
+    records, asked = [], []
+    for operator in find_operators(registry, arguments.operators):
+        name = operator.declaration.family
+        wanted = [(family, each) for family, each in entries(operator, registry) if _wanted(each, name == "comm")]
+        file = arguments.out / f"kit-{name}-{operator.name}.json"
+        records.append(Record(operator.title, arguments.examples, len(wanted), file))
+        asked += [(_turn(entry), records[-1], operator, family, entry) for family, entry in wanted]
+    for _, record, operator, family, entry in sorted(asked, key=lambda each: each[0]):
         subject = Subject(operator, registry, family, arguments.device)
         record.begin(entry.name, subject)
-        outcome = check_one(subject, entry, profile, seed=0)
-        record.end(outcome)
-    return int(FAILED in record.statuses())
+        record.end(check_one(subject, entry, profile, seed=0))
+    return int(any(FAILED in record.statuses() for record in records))
 
 
 if __name__ == "__main__":

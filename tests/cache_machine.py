@@ -11,17 +11,18 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
-from itertools import count
 from typing import Any, TypeVar
 
+import pytest
 import torch
 from cache_oracle import LONGEST, make_runner, oracle
 from engine_fixtures import poison
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from minideepinfer.cache.prefix_tree import PrefixTree
+from minideepinfer.errors import RequestError
 from minideepinfer.runtime.engine import Engine
 from minideepinfer.runtime.request import LogitsKind, Request
 from minideepinfer.runtime.runner import Runner
@@ -30,8 +31,8 @@ from torch import Tensor
 T = TypeVar("T")
 
 TOLERANCE = 1e-5
-POOL_TOKENS, RINGS = 120, 3
-STEM = 56
+POOL_TOKENS, RINGS, BLOCK = 120, 4, 5
+STEM = 46
 BUDGETS = st.sampled_from([2, 5, 8, 13, 21, 34, LONGEST])
 
 
@@ -66,18 +67,59 @@ def _runner(setting: Setting) -> Runner:
 
 
 @dataclass(eq=False)
-class Driven(Request):
-    """A request whose tokens are given; behind its prompt it runs up to `draft` known ones a step, as a draft does."""
+class Drafted(Request):
+    """Behind its prompt it runs up to `draft` known tokens a step, as a draft that is verified does."""
 
     draft: int = 1
-    rows: dict[int, Tensor] = field(default_factory=dict)
-    asked: bool = False
+
+    def twin(self, request_id: int) -> Drafted:
+        return Drafted(**vars(super().twin(request_id)), draft=self.draft)
 
     @property
     def num_pending_tokens(self) -> int:
         if self.in_prompt:
             return super().num_pending_tokens
         return min(self.draft, len(self.token_ids) - self.num_computed_tokens)
+
+
+class Scripted:
+    """Stands for a `Generation`: its tokens are not sampled but those of a seed, the same at the same position.
+
+    Attributes:
+        rows: logits by position that were not compared yet.
+        final: tokens that no rollback may reach any more.
+        asked: its next rows are to be compared at once.
+    """
+
+    params, prompt_logprobs = None, ()
+
+    def __init__(self, request: Drafted, seed: int) -> None:
+        self.request, self.seed = request, seed
+        self.finish_reason: str | None = None
+        self.rows: dict[int, Tensor] = {}
+        self.final, self.asked = request.num_prompt_tokens, False
+
+    def accept(self, positions: range, logits: Tensor) -> None:
+        request = self.request
+        self.rows |= dict(zip(positions, logits, strict=True))
+        self.final = max(self.final, request.num_computed_tokens - BLOCK)
+        if request.all_computed:
+            if request.num_computed_tokens == request.max_total_tokens:
+                self.finish_reason = "length"
+            self.extend(request.draft)
+
+    def extend(self, count: int) -> None:
+        """Let so many tokens follow those that are known, as far as there is room."""
+        request, known = self.request, len(self.request.token_ids)
+        request.token_ids += tokens(self.seed, LONGEST)[known : min(known + count, request.max_total_tokens)]
+
+    def fork(self, request: Drafted, seed: int) -> Scripted:
+        child = Scripted(request, seed)
+        child.final, child.asked = self.final, True
+        return child
+
+    def abort(self) -> None:
+        self.finish_reason = "abort"
 
 
 @cache
@@ -120,8 +162,8 @@ class CacheMachine(RuleBasedStateMachine):
         self.engine = Engine(self.runner)
         self.scheduler, self.pages, self.tree = self.engine.scheduler, self.engine.scheduler.pages, self.engine.prefixes
         self.oracle = oracle(setting.model)
-        self.ids = count()
         self.known: list[tuple[int, ...]] = []
+        self.alive: list[Scripted] = []
         self.contents: dict[Any, list[Tensor]] = {}
         poison(self.runner)
         self.seen["machines"] += 1
@@ -131,17 +173,17 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(
         stem=st.integers(0, 1),
         cut=st.integers(0, STEM),
-        tail=st.integers(1, 12),
+        tail=st.integers(1, 10),
         seed=st.integers(2, 5),
-        forced=st.sampled_from([0, 6, 12, 24]),
-        room=st.integers(0, 6),
+        forced=st.sampled_from([0, 0, 6, 20]),
+        room=st.integers(0, LONGEST - STEM - 10),
         draft=st.sampled_from([1, 2, 3, 6]),
         logits=st.sampled_from(["kept", "kept", "kept", "last", "all"]),
     )
     def add(
         self, stem: int, cut: int, tail: int, seed: int, forced: int, room: int, draft: int, logits: LogitsKind
     ) -> None:
-        """A request that begins as others do; `forced` of its tokens lie behind its prompt, `room` may follow."""
+        """A request that begins as others do; `forced` of its tokens lie behind its prompt, `room` more will follow."""
         self._add(tokens(stem, STEM)[:cut] + tokens(seed, tail), forced, room, draft, logits)
 
     @precondition(lambda self: self.known)
@@ -149,18 +191,20 @@ class CacheMachine(RuleBasedStateMachine):
         data=st.data(),
         tail=st.integers(0, 6),
         seed=st.integers(6, 9),
-        forced=st.sampled_from([0, 6, 12, 24]),
+        forced=st.sampled_from([0, 0, 6, 20]),
         draft=st.sampled_from([1, 2, 3, 6]),
     )
     def reuse(self, data: st.DataObject, tail: int, seed: int, forced: int, draft: int) -> None:
         """The tokens of an earlier request, and more."""
         ids = _pick(data, self.known)
-        self._add((ids + tokens(seed, tail))[: LONGEST - 4], forced, 4, draft, "kept")
+        self._add((ids + tokens(seed, tail))[: LONGEST - 8], forced, 8, draft, "kept")
 
     def _add(self, ids: tuple[int, ...], forced: int, room: int, draft: int, logits: LogitsKind) -> None:
-        prompt = max(1, len(ids) - forced)
         self.known.append(ids)
-        self.scheduler.add(Driven(next(self.ids), list(ids), prompt, len(ids) + room, logits, draft=draft))
+        number, prompt = next(self.engine._ids), max(1, len(ids) - forced)
+        scripted = Scripted(Drafted(number, list(ids), prompt, len(ids) + room, logits, draft=draft), 30 + number % 9)
+        self.engine.start(scripted)  # type: ignore[arg-type]
+        self.alive.append(scripted)
         self.seen["requests"] += 1
 
     @precondition(lambda self: self.engine.busy)
@@ -171,37 +215,55 @@ class CacheMachine(RuleBasedStateMachine):
                 self._step(budget)
 
     @precondition(lambda self: self.engine.busy)
-    @rule(data=st.data(), budget=BUDGETS, seed=st.integers(10, 19), more=st.integers(1, 12))
-    def rollback(self, data: st.DataObject, budget: int, seed: int, more: int) -> None:
-        """Once a request is behind its prompt, take tokens back, computed or not, and go on with others."""
-        while self.engine.busy and not self._behind_prompt():
+    @rule(
+        data=st.data(),
+        depth=st.integers(1, BLOCK),
+        budget=BUDGETS,
+        seed=st.integers(10, 19),
+        more=st.integers(1, 8),
+    )
+    def rollback(self, data: st.DataObject, depth: int, budget: int, seed: int, more: int) -> None:
+        """Once a request is so far behind what must stay, take that many tokens back, and go on with others."""
+        while self.engine.busy and not self._far(depth):
             self._step(budget)
-        if not self.engine.busy:
-            return
-        request = _pick(data, self._behind_prompt())
-        least = max(request.num_prompt_tokens, request.num_computed_tokens - self.scheduler.decode_rows + 1)
-        stays = data.draw(st.integers(least, request.num_computed_tokens))
-        self._ask(request)
-        self.seen["tokens taken back"] += request.num_computed_tokens - stays
-        self.scheduler.truncate(request, stays)
-        request.token_ids += tokens(seed, more)[: request.max_total_tokens - stays]
-        request.asked = True
-        self.seen["rollbacks"] += 1
+        if self.engine.busy:
+            scripted = _pick(data, self._far(depth))
+            self._ask(scripted)
+            with pytest.raises(RequestError, match="cannot go back"):
+                self.scheduler.truncate(scripted.request, scripted.final - 1)
+            self.scheduler.truncate(scripted.request, scripted.request.num_computed_tokens - depth)
+            scripted.seed, scripted.asked = seed, True
+            scripted.extend(more)
+            self.seen["rollbacks"] += 1
+            self.seen["tokens taken back"] += depth
 
-    def _behind_prompt(self) -> list[Driven]:
-        return [r for r in self.scheduler.running if r.num_computed_tokens > r.num_prompt_tokens]
+    def _far(self, depth: int) -> list[Scripted]:
+        return [s for s in self.alive if s.request.num_computed_tokens - s.final >= depth]
+
+    @precondition(lambda self: self.engine.busy)
+    @rule(data=st.data(), seeds=st.lists(st.integers(20, 29), min_size=1, max_size=2))
+    def fork(self, data: st.DataObject, seeds: list[int]) -> None:
+        """Let others go on from what a request knows: at once, or from the end of its prompt."""
+        parent = _pick(data, self.alive)
+        self._ask(parent)
+        children = self.engine.fork(parent, seeds)  # type: ignore[arg-type]
+        for child in children:
+            self.alive.append(child)
+            if not parent.request.in_prompt:  # from here on other tokens than the parent's
+                del child.request.token_ids[parent.request.num_computed_tokens :]
+                child.extend(child.request.draft)
 
     @precondition(lambda self: self.engine.busy)
     @rule(data=st.data(), budget=BUDGETS)
     def abort(self, data: st.DataObject, budget: int) -> None:
-        """Give a request up, mostly one that has begun."""
         self._step(budget)
-        if not self.engine.busy:
-            return
-        request = _pick(data, self.scheduler.running or self.scheduler.waiting)
-        self._ask(request)
-        self.seen["aborts of running requests" if request.ring is not None else "aborts of waiting requests"] += 1
-        assert self.scheduler.abort(request.request_id)
+        if self.alive:
+            scripted = _pick(data, self.alive)
+            self._ask(scripted)
+            self.seen["aborts"] += 1
+            self.seen["of them, of waiting requests"] += scripted.request in self.scheduler.waiting
+            self.engine.abort(scripted)  # type: ignore[arg-type]
+            self.alive.remove(scripted)
 
     @precondition(lambda self: self.tree)
     @rule(pages=st.integers(1, 4))
@@ -215,34 +277,32 @@ class CacheMachine(RuleBasedStateMachine):
     def _step(self, budget: int) -> None:
         self.scheduler.max_tokens_per_step = budget
         self._poison_free()
-        ran_before, evicted = self.scheduler.running, self.tree.statistics.evicted_pages if self.tree else 0
-        results = self.engine.step()
-        for result in results:
-            request = result.request
-            request.rows |= {p: r for p, r in zip(result.positions, result.logits, strict=True) if self._exact(request, p)}
-            if request not in ran_before and request.num_shared_tokens:
-                self.seen["hits"] += 1
-                self.seen["tokens found"] += request.num_shared_tokens
-                request.asked = True
-            if request.rows and (request.asked or request.all_computed):
-                self._ask(request)
+        running = self.scheduler.running
+        self.engine.step()
+        for scripted in list(self.alive):
+            request = scripted.request
+            scripted.asked |= request in self.scheduler.running and request not in running
+            if scripted.finish_reason is not None:
+                self.alive.remove(scripted)
+            if scripted.finish_reason is not None or (scripted.asked and scripted.rows):
+                self._ask(scripted)
         self.seen["steps"] += 1
         self.seen["steps in which a request waited"] += bool(self.scheduler.waiting)
-        if self.tree:
-            self.seen["pages evicted to make room"] += self.tree.statistics.evicted_pages - evicted
         self.check()
 
-    def _exact(self, request: Driven, position: int) -> bool:
+    def _exact(self, request: Request, position: int) -> bool:
         """Whether a row equals a cold run's: all that are not run again, or behind a cut decoder all from the last."""
         if request.logits == "all" or self.setting.replay == "full":
             return position >= request.num_shared_tokens
         return position >= request.num_prompt_tokens - 1
 
-    def _ask(self, request: Driven) -> None:
+    def _ask(self, scripted: Scripted) -> None:
         """Compare the rows that came so far with the oracle's."""
-        if request.rows:
-            positions, expected = sorted(request.rows), self.oracle.of(tuple(request.token_ids))
-            own, cold = torch.stack([request.rows[p] for p in positions]), expected.logits[positions]
+        request, rows = scripted.request, scripted.rows
+        positions = sorted(position for position in rows if self._exact(request, position))
+        if positions:
+            expected = self.oracle.of(tuple(request.token_ids))
+            own, cold = torch.stack([rows[p] for p in positions]), expected.logits[positions]
             off = ~((own - cold).norm(dim=1) <= TOLERANCE * cold.norm(dim=1))  # NaN is off
             doubtful = expected.doubtful[positions]
             wrong = [p for p, bad in zip(positions, off & ~doubtful, strict=True) if bad]
@@ -250,37 +310,43 @@ class CacheMachine(RuleBasedStateMachine):
             self.seen["rows"] += len(positions)
             self.seen["rows excluded"] += int(off.sum())
             self.seen["rows behind a close choice"] += int(doubtful.sum())
-        request.rows, request.asked = {}, False
+        scripted.rows, scripted.asked = {}, False
 
     def _poison_free(self) -> None:
         cache, free = self.runner.cache, self.pages._free
         for pool in (*cache.main.values(), *cache.index_keys.values()):
             pool[free] = torch.nan
         for pool in (*cache.window, *cache.pending.values()):
-            pool[self.scheduler._free_rings] = torch.nan
+            pool[self.scheduler.memory._free_rings] = torch.nan
 
     @invariant()
     def check(self) -> None:
-        running, waiting = self.scheduler.running, self.scheduler.waiting
+        """Everything has its holders, and what is published is right."""
+        requests = [scripted.request for scripted in self.alive]
+        known = (*self.scheduler.running, *self.scheduler.waiting, *self.scheduler.pending_forks)
+        assert {id(r) for r in requests} == {id(r) for r in known} and len(known) == len(requests), "requests: lost"
         nodes = dict(published(self.tree)) if self.tree else {}
-        held = Counter(page for request in running for page in request.pages) + Counter(node.page for node in nodes.values())
+        held = Counter(page for request in requests for page in request.pages)
+        held += Counter(node.page for node in nodes.values())
         free = [page for page in range(self.pages.num_pages) if not held[page]]
         assert sorted(self.pages._free) == free, "pages: free ones are not those that nobody holds"
         assert all(self.pages.holders(page) == held[page] for page in range(self.pages.num_pages)), "pages: counts"
-        rings = [request.ring for request in running]
-        assert sorted([*rings, *self.scheduler._free_rings]) == list(range(RINGS)), "rings: one holder each"
-        assert all(request.ring is None and not request.pages for request in waiting), "waiting requests hold nothing"
-        for request in running:
-            assert len(request.pages) == self.pages.pages_for(request.max_total_tokens), "pages: as many as reserved"
-            assert request.num_shared_tokens < request.num_prompt_tokens, "hits: the last row must run"
-            self._check_owned(request, held)
+        rings = [request.ring for request in requests if request.ring is not None]
+        assert sorted([*rings, *self.scheduler.memory._free_rings]) == list(range(RINGS)), "rings: one holder each"
+        for request in self.scheduler.waiting:
+            assert request.ring is None and not request.pages, "requests: waiting ones hold nothing"
+        for scripted in self.alive:
+            if scripted.request in self.scheduler.running:
+                self._check_pages(scripted, held)
         self._check_contents(nodes)
 
-    def _check_owned(self, request: Driven, held: Counter[int]) -> None:
-        """Pages that a request may still write belong to it alone."""
-        begin = min(self.scheduler._least(request), request.num_computed_tokens) // self.pages.page_tokens
-        begin = max(begin, request.num_shared_tokens // self.pages.page_tokens)
-        assert all(held[page] == 1 for page in request.pages[begin:]), "pages: one that is written has another holder"
+    def _check_pages(self, scripted: Scripted, held: Counter[int]) -> None:
+        """There are as many as reserved, and those that a request may still write belong to it alone."""
+        request = scripted.request
+        assert len(request.pages) == self.pages.pages_for(request.max_total_tokens), "pages: as many as reserved"
+        final = max(request.num_shared_tokens, min(scripted.final, request.num_computed_tokens))
+        written = request.pages[final // self.pages.page_tokens :]
+        assert all(held[page] == 1 for page in written), "pages: one that is written has another holder"
 
     def _check_contents(self, nodes: dict[tuple[int, ...], Any]) -> None:
         """What is published are the entries of its tokens, and stays what it was, bit for bit."""
@@ -313,8 +379,16 @@ class CacheMachine(RuleBasedStateMachine):
             return
         while self.engine.busy:
             self._step(LONGEST)
+        assert not self.alive
+        self._count()
         if self.tree:
             self.tree.evict(self.pages.num_pages)
             assert len(self.tree) == 0, "tree: pages that nobody uses can be evicted"
         assert self.pages.num_free == self.pages.num_pages, "pages: all come back"
         assert self.scheduler.num_free_rings == RINGS, "rings: all come back"
+
+    def _count(self) -> None:
+        forks = self.scheduler.memory.forks
+        self.seen.update({f"forks: {name}": number for name, number in vars(forks).items()})
+        if self.tree:
+            self.seen.update({f"prefixes: {name}": number for name, number in vars(self.tree.statistics).items()})

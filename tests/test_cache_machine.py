@@ -7,26 +7,34 @@ from functools import partial
 
 import measured
 import pytest
+from cache_faults import FAULTS, Fault
 from cache_machine import CacheMachine
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, Phase, Verbosity, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 CHECKS = list(HealthCheck)
-QUICK = settings(max_examples=60, stateful_step_count=20, deadline=None, derandomize=True, phases=(Phase.generate,), suppress_health_check=CHECKS)
 THOROUGH = settings(max_examples=300, stateful_step_count=30, deadline=None, suppress_health_check=CHECKS)
+QUICK = settings(THOROUGH, max_examples=60, stateful_step_count=20, derandomize=True)
+FAULTY = settings(
+    QUICK, max_examples=200, phases=[Phase.generate], verbosity=Verbosity.quiet, report_multiple_bugs=False
+)
+TOLD = "^(logits|tree|pages|rings|requests): |^DID NOT RAISE .*RequestError"
+"""What the machine says about a fault, in its own words."""
+ENOUGH = ("rollbacks", "forks: forks", "prefixes: hits", "prefixes: evicted_pages", "aborts")
+"""Each must happen in every second machine or more often."""
 
 
-def run(profile: settings) -> Counter[str]:
+def run(profile: settings, *, fresh: bool = False) -> Counter[str]:
     seen: Counter[str] = Counter()
-    run_state_machine_as_test(partial(CacheMachine, seen), settings=profile)
+    run_state_machine_as_test(partial(CacheMachine, seen, fresh), settings=profile)
     return seen
 
 
 def check(profile: settings) -> None:
     seen = run(profile)
-    print(dict(seen))
     measured.lines.append("cache machine: " + ", ".join(f"{number} {name}" for name, number in seen.items()))
     assert seen["machines"] >= profile.max_examples
+    assert all(2 * seen[what] >= profile.max_examples for what in ENOUGH), seen
     assert seen["rows excluded"] <= 0.01 * seen["rows"]
     assert seen["pages excluded"] <= 0.01 * seen["pages compared"]
 
@@ -38,3 +46,11 @@ def test_the_caches_under_random_use_equal_a_recomputation() -> None:
 @pytest.mark.thorough
 def test_the_caches_under_random_use_equal_a_recomputation_thorough() -> None:
     check(THOROUGH)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_the_machine_notices(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
+    fault(monkeypatch)
+    with pytest.raises((AssertionError, pytest.fail.Exception), match=TOLD) as error:
+        run(FAULTY, fresh=True)
+    measured.lines.append(f"cache machine, {fault.__name__}: {str(error.value).splitlines()[0]}")

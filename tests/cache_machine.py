@@ -217,25 +217,28 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.engine.busy)
     @rule(
         data=st.data(),
-        depth=st.integers(1, BLOCK),
+        depths=st.lists(st.integers(1, BLOCK), min_size=1, max_size=3),
         budget=BUDGETS,
         seed=st.integers(10, 19),
         more=st.integers(1, 8),
     )
-    def rollback(self, data: st.DataObject, depth: int, budget: int, seed: int, more: int) -> None:
+    def rollback(self, data: st.DataObject, depths: list[int], budget: int, seed: int, more: int) -> None:
         """Once a request is so far behind what must stay, take that many tokens back, and go on with others."""
-        while self.engine.busy and not self._far(depth):
-            self._step(budget)
-        if self.engine.busy:
-            scripted = _pick(data, self._far(depth))
-            self._ask(scripted)
-            with pytest.raises(RequestError, match="cannot go back"):
-                self.scheduler.truncate(scripted.request, scripted.final - 1)
-            self.scheduler.truncate(scripted.request, scripted.request.num_computed_tokens - depth)
-            scripted.seed, scripted.asked = seed, True
-            scripted.extend(more)
-            self.seen["rollbacks"] += 1
-            self.seen["tokens taken back"] += depth
+        for depth in depths:
+            while self.engine.busy and not self._far(depth):
+                self._step(budget)
+            if self.engine.busy:
+                self._take_back(_pick(data, self._far(depth)), depth, seed, more)
+
+    def _take_back(self, scripted: Scripted, depth: int, seed: int, more: int) -> None:
+        self._ask(scripted)
+        with pytest.raises(RequestError, match="cannot go back"):
+            self.scheduler.truncate(scripted.request, scripted.final - 1)
+        self.scheduler.truncate(scripted.request, scripted.request.num_computed_tokens - depth)
+        scripted.seed, scripted.asked = seed, True
+        scripted.extend(more)
+        self.seen["rollbacks"] += 1
+        self.seen["tokens taken back"] += depth
 
     def _far(self, depth: int) -> list[Scripted]:
         return [s for s in self.alive if s.request.num_computed_tokens - s.final >= depth]

@@ -11,6 +11,7 @@ from minideepinfer.config import TextConfig
 from minideepinfer.model.attention import AttentionLayer
 from minideepinfer.model.block import Block
 from minideepinfer.runtime.engine import Engine
+from minideepinfer.runtime.replay import replay_start
 from minideepinfer.runtime.request import LogitsKind
 
 PROMPT, SHARED = 300, 208
@@ -89,6 +90,8 @@ def test_at_the_released_sizes() -> None:
 
     config = ModelConfig.from_file(str(resources.files("minideepinfer") / "data" / "config.full.json")).text_config
     prompt, hit = 131_072, 126_976
+    again = {replay: hit - replay_start(config, replay, hit, prompt) for replay in ("full", "halo", "bounded")}
+    assert again == {"full": 5080, "halo": 2540, "bounded": 128}
     assert formula(config, "full", prompt, hit) == (4096 + 5080, 4096 + 5080)
     assert formula(config, "halo", prompt, hit) == (4096 + 2540, 2414)
     assert formula(config, "bounded", prompt, hit) == (4096 + 128, 128)

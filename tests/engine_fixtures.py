@@ -19,6 +19,8 @@ from minideepinfer.runtime.runner import Runner
 from minideepinfer.runtime.scheduler import Scheduler
 from torch import Tensor
 
+PACKED_NAN = 255
+"""In every byte of an entry: each of its channels is NaN, whatever the format."""
 PAGE_TOKENS = {"tiny-a": 8, "tiny-b": 16}
 LONGEST = {"tiny-a": "s101", "tiny-b": "s151"}
 
@@ -47,7 +49,12 @@ def pools(runner: Runner) -> list[Tensor]:
 def poison(runner: Runner) -> None:
     """Fill the cache with NaN: whatever is read without having been written shows in the logits."""
     for pool in pools(runner):
-        pool.fill_(torch.nan)
+        pool.fill_(torch.nan if pool.is_floating_point() else PACKED_NAN)
+
+
+def untouched(pool: Tensor) -> bool:
+    """Whether a pool, or a part of it, is as `poison` left it."""
+    return bool((pool.isnan() if pool.is_floating_point() else pool == PACKED_NAN).all())
 
 
 def golden_tokens(name: str, sequence: str) -> list[int]:

@@ -86,7 +86,10 @@ def test_size_of_the_released_config(capsys: pytest.CaptureFixture[str]) -> None
         assert rank["kinds"]["head"] == data["kinds"]["head"]
     for kind in ("experts", "engram tables"):
         assert sum(rank["kinds"][kind]["bytes"] for rank in data["ranks"]) == data["kinds"][kind]["bytes"]
-    assert data["caches"]["bf16"]["bytes_per_token"] == 3_200  # spec 5
+    per_token = {name: cache["bytes_per_token"] for name, cache in data["caches"].items()}
+    assert per_token == {"float32": 6_400, "bf16": 3_200, "released": 890}  # spec 5
+    assert data["caches"]["released"]["bytes_per_page"] == 64 * 890
+    assert data["caches"]["released"]["bytes_per_request"] == 40 * (128 + 5 + 1) * 528 + 3 * 4 * 4096
     assert data["caches"]["bf16"]["bytes_per_request"] == 40 * (128 + 5 + 1) * 1024 + 3 * 4 * 4096
 
 
@@ -112,7 +115,15 @@ def test_tables_for_people(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     monkeypatch.setenv("COLUMNS", "120")
     assert main(["checkpoint", "size", str(FULL), "--ranks", "4"]) == 0
     out = capsys.readouterr().out
-    for part in ("509,315,486,040", "largest of 4 ranks", "72.19 GB", "not read", "3,200 B per token"):
+    for part in (
+        "509,315,486,040",
+        "largest of 4 ranks",
+        "72.19 GB",
+        "not read",
+        "3,200 B per token",
+        "890 B per token",
+        "56,960 B",
+    ):
         assert part in out
     assert main(["checkpoint", "inspect", "tiny"]) == 0
     out = capsys.readouterr().out

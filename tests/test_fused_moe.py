@@ -80,7 +80,7 @@ def assert_tiled(schedule: Schedule) -> None:
     """Tiles cover each expert's rows once and in order, as few as possible."""
     tiles = schedule.tiles.tolist()
     used = [tile for tile in tiles if tile[2]]
-    assert tiles[: len(used)] == used
+    assert tiles[: len(used)] == used and schedule.num_tiles.tolist() == [len(used)]
     offsets, expected = schedule.expert_offsets.tolist(), []
     for expert in range(schedule.num_experts):
         rows = offsets[expert + 1] - offsets[expert]

@@ -216,19 +216,21 @@ def boxes(dtype, shape, swizzle, bits):
     return f"tensordesc<{dtype}{shape},{gl.NVMMASharedLayout(swizzle, bits, 2)!r}>"
 
 shape = SHAPES[0]
-types = {"x": boxes("bf16", [shape.box, 64], 128, 16), "limit": "fp32", "out": "*bf16", "tiles": "*i32"}
+types = {"x": boxes("bf16", [shape.box, 64], 128, 16), "limit": "fp32", "out": "*bf16"}
 types |= {"words": boxes("i32", [4, 256], 0, 32), "exponents": boxes("i32", [1, 64], 0, 32)}
 types |= {name: "*fp32" for name in ("row_weights", "x_scales", "w_scales")}
-types |= {name: "i32" for name in ("max_tiles", "steps", "blocks")}
+types |= {name: "*i32" for name in ("tiles", "num_tiles")} | {name: "i32" for name in ("steps", "blocks")}
 values = {"OUT_WIDTH": 2304, "ROWS": shape.tile_rows, "BOX": shape.box, "TILES": shape.tiles, "STAGES": 4, "UP": True}
 values["FP8"] = False
 signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
 aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind.startswith("*")}
 source = GluonASTSource(fn=kernel, signature=signature, constexprs=values, attrs=aligned)
 options = {"num_warps": 8, "maxnreg": shape.registers}
-ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 for instruction in ("wgmma.mma_async", "cp.async.bulk.tensor", "setmaxnreg"):
-    assert instruction in ptx, instruction
+    assert instruction in compiled.asm["ptx"], instruction
+# Triton 3.6 puts the sum of a reduction where partitions are handed their arguments, and does not order the two.
+assert "tt.reduce" not in compiled.asm["ttgir"]
 """
 
 

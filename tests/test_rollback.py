@@ -12,7 +12,7 @@ from minideepinfer.errors import RequestError
 from minideepinfer.runtime.request import Request
 from minideepinfer.runtime.runner import Runner
 from minideepinfer.runtime.scheduler import ScheduledRequest, Scheduler
-from test_cache import stored
+from test_cache import PACKED, stored
 from torch import Tensor
 
 QUICK = settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -21,8 +21,8 @@ QUICK = settings(max_examples=12, deadline=None, derandomize=True, suppress_heal
 class Played:
     """One request that runs, and may take tokens back."""
 
-    def __init__(self, name: str, prompt: tuple[int, ...]) -> None:
-        self.runner: Runner = runner_of(name)
+    def __init__(self, name: str, prompt: tuple[int, ...], packed: bool = False) -> None:
+        self.runner: Runner = runner_of(name, "released", cache=PACKED) if packed else runner_of(name)
         poison(self.runner)
         text = self.runner.config.text_config
         self.scheduler = Scheduler(PageAllocator(64, PAGE_TOKENS[name]), 4, 4096, 4096, 1 + text.dspark_block_size)
@@ -44,11 +44,13 @@ class Played:
 
 
 @QUICK
-@given(st.sampled_from(["tiny-a", "tiny-b"]), st.integers(34, 60), st.data())
-def test_a_draft_that_is_taken_back_whole_leaves_every_bit(name: str, length: int, data: st.DataObject) -> None:
+@given(st.sampled_from(["tiny-a", "tiny-b"]), st.booleans(), st.integers(34, 60), st.data())
+def test_a_draft_that_is_taken_back_whole_leaves_every_bit(
+    name: str, packed: bool, length: int, data: st.DataObject
+) -> None:
     prompt, rest = text_tokens(name, 1, length), text_tokens(name, 9, 7)
-    expected = Played(name, prompt).extend(rest)
-    played = Played(name, prompt)
+    expected = Played(name, prompt, packed).extend(rest)
+    played = Played(name, prompt, packed)
     block = played.runner.config.text_config.dspark_block_size
     for seed in range(2, 2 + data.draw(st.integers(1, 3))):
         before = played.state()

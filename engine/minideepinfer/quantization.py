@@ -84,6 +84,21 @@ def decode_mxfp4(packed: Tensor, exponents: Tensor, dtype: torch.dtype, group: i
     return _grouped(decode_e2m1(unpack_e2m1(packed)), decode_e8m0(exponents), group, dtype)
 
 
+def decode_nvfp4(packed: Tensor, scales: Tensor, dtype: torch.dtype, group: int = 16) -> Tensor:
+    """NVFP4 rows without a second-level scale, as main entries are stored.
+
+    Args:
+        packed: uint8 `[..., K / 2]`.
+        scales: float8_e4m3fn (or its bytes) `[..., K / group]`.
+        dtype: of the result.
+        group: logical columns per scale.
+
+    Returns:
+        `[..., K]`.
+    """
+    return _grouped(decode_e2m1(unpack_e2m1(packed)), scales.view(torch.float8_e4m3fn).float(), group, dtype)
+
+
 def decode_fp8_rows(codes: Tensor, exponents: Tensor, dtype: torch.dtype, group: int = 32) -> Tensor:
     """FP8 with one E8M0 per row and group, as Engram tables are stored.
 
@@ -183,5 +198,38 @@ def qdq_mxfp4(x: Tensor, group: int = 32) -> Tensor:
 
 def qdq_nvfp4(x: Tensor, group: int = 16) -> Tensor:
     """QDQ-NVFP4 (spec 3.11), in x's dtype; NaN and infinities, for which E2M1 has no code, stay."""
-    packed, scales = encode_nvfp4(x, group)
-    return torch.where(x.isfinite(), _grouped(decode_e2m1(unpack_e2m1(packed)), scales.float(), group, x.dtype), x)
+    return torch.where(x.isfinite(), decode_nvfp4(*encode_nvfp4(x, group), dtype=x.dtype, group=group), x)
+
+
+# Numbers that QDQ gave, as codes again. The scale may be another one than QDQ had, the numbers are the same. Infinities
+# are taken for the largest numbers, which have no code either and come back as infinities.
+
+
+def recode_fp8(x: Tensor, group: int = 32) -> tuple[Tensor, Tensor]:
+    """Codes and exponents, as of `encode_fp8`, of numbers that `qdq_fp8` gave: decoded they are x, bit by bit.
+
+    NaN stays where it is, as a NaN; the scale of its group is that of the other numbers.
+    """
+    codes, exponents = encode_fp8(x.float().nan_to_num(0.0), group)
+    return codes.view(torch.uint8).masked_fill(x.isnan(), 0x7F).view(torch.float8_e4m3fn), exponents
+
+
+def recode_mxfp4(x: Tensor, group: int = 32) -> tuple[Tensor, Tensor]:
+    """The same of what `qdq_mxfp4` gave, as of `encode_mxfp4`; a group with a NaN becomes NaN (exponent 255)."""
+    packed, exponents = encode_mxfp4(x.float().nan_to_num(0.0), group)
+    return packed, exponents.masked_fill(x.isnan().unflatten(-1, (-1, group)).any(-1), 255)
+
+
+def recode_nvfp4(x: Tensor, group: int = 16) -> tuple[Tensor, Tensor]:
+    """The same of what `qdq_nvfp4` gave, as of `encode_nvfp4`; a group with a NaN or an infinity becomes NaN.
+
+    The scale is rounded up. To nearest, as QDQ does with other numbers, it may be too small where scales are subnormal:
+    4 times the scale 2 * 2^-9 would be taken for 6 times 2^-9.
+    """
+    grouped, amax = _groups(x, group)
+    least = (amax.clamp(min=E2M1_MAX * 2.0**-9) / E2M1_MAX).clamp(max=E4M3_MAX)
+    nearest = least.to(torch.float8_e4m3fn)
+    scales = nearest.view(torch.uint8) + (nearest.float() < least)
+    scales = scales.masked_fill(~amax.isfinite(), 0x7F).view(torch.float8_e4m3fn)
+    codes = encode_e2m1(grouped / scales.float().unsqueeze(-1))
+    return pack_e2m1(codes.flatten(-2)), scales

@@ -22,9 +22,9 @@ NAIVE = (
     mutant(
         "window-and-selection-merged",
         "matches-reference",
-        "keys = keys.followed_by(_selected_keys(global_kv, selection, metadata, rows))",
+        "keys = keys.followed_by(_selected_keys(global_kv, self._layout.main, selection, metadata, rows))",
         "oldest = metadata.batch.positions[rows, None] - keys.valid.shape[1]\n"
-        "                    selected = _selected_keys(global_kv, selection, metadata, rows)\n"
+        "                    selected = _selected_keys(global_kv, self._layout.main, selection, metadata, rows)\n"
         "                    selected.valid.logical_and_(selection.indices[rows] <= oldest)\n"
         "                    keys = keys.followed_by(selected)",
     ),
@@ -50,8 +50,8 @@ NAIVE = (
     mutant(
         "invalid-slot-read-with-weight-0",
         "unread-memory",
-        ".float().masked_fill(~valid.unsqueeze(-1), 0.0)",
-        ".float()",
+        ".masked_fill(~valid.unsqueeze(-1), 0.0)",
+        "",
     ),
     mutant(
         "zeroed-only-if-padding",
@@ -171,9 +171,38 @@ NAIVE = (
     mutant(
         "int32-offset",
         "64-bit-offsets",
-        "return table[index.where(valid, 0)].float()",
+        "entries = table[index.where(valid, 0)]",
         "offsets = (index.where(valid, 0) * table.shape[-1]).int().long().unsqueeze(-1)\n"
-        "    return table.flatten()[offsets + torch.arange(table.shape[-1])].float()",
+        "    entries = table.flatten()[offsets + torch.arange(table.shape[-1])]",
+    ),
+    mutant(
+        "high-nibble-is-the-even-channel",
+        "matches-reference",
+        "return form.decode(entries, torch.float32)",
+        "values = form.decode(entries, torch.float32)\n"
+        "    if entries.dtype == torch.uint8 and form.packing.bits == 4:\n"
+        "        values = values.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)\n"
+        "    return values",
+    ),
+    mutant(
+        "scale-of-the-neighbouring-group",
+        "matches-reference",
+        "return form.decode(entries, torch.float32)",
+        "if entries.dtype == torch.uint8:\n"
+        "        scales = entries.shape[-1] // (form.packing.bits * form.packing.group // 8 + 1)\n"
+        "        entries = torch.cat([entries[..., :-scales], entries[..., -scales:].roll(1, -1)], -1)\n"
+        "    return form.decode(entries, torch.float32)",
+    ),
+    mutant(
+        "window-scale-read-as-main-scale",
+        "matches-reference",
+        "return form.decode(entries, torch.float32)",
+        "values = form.decode(entries, torch.float32)\n"
+        "    if entries.dtype == torch.uint8 and form.packing.bits == 8:\n"
+        "        codes, scales = (part.view(torch.float8_e4m3fn).float() for part in entries.tensor_split(\n"
+        "            (values.shape[-1],), -1))\n"
+        "        values = codes * scales.repeat_interleave(32, -1)\n"
+        "    return values",
     ),
     mutant(
         "one-key-is-enough",

@@ -27,6 +27,15 @@ FAULTS = {
     "candidate block of the newest entry dropped": ("indexer/newest-block-dropped",),
     "Reindex ignoring candidates": ("indexer/candidates-ignored",),
     "scale nibble order swapped": ("moe/nibbles-swapped",),
+    "nibble order of cached entries swapped": (
+        "attention/high-nibble-is-the-even-channel",
+        "indexer/high-nibble-is-the-even-channel",
+    ),
+    "scale of the neighbouring group": (
+        "attention/scale-of-the-neighbouring-group",
+        "indexer/scale-of-the-neighbouring-group",
+    ),
+    "window scale read as main's": ("attention/window-scale-read-as-main-scale",),
     "E8M0 0 and 255 wrong": ("moe/exponent-0-is-zero", "moe/exponent-255-is-a-number"),
     "scale block 16 for 32": ("moe/scale-block-16-for-32",),
     "scale exponent truncated": ("moe/exponent-truncated-to-7-bits", "moe/activation-scale-truncated"),

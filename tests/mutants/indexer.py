@@ -102,8 +102,8 @@ NAIVE = (
     mutant(
         "unread-keys-in-a-sum",
         "unread-memory",
-        "return pool[pages.long()[entries // per_page], entries % per_page].double()",
-        "return pool[pages.long()[entries // per_page], entries % per_page].double() + 0.0 * pool.double().sum()",
+        "return form.decode(keys, torch.float32).double()",
+        "return form.decode(keys, torch.float32).double() + 0.0 * form.decode(pool, torch.float32).double().sum()",
     ),
     mutant(
         "metadata-of-a-batch-with-as-many-rows",
@@ -121,9 +121,25 @@ NAIVE = (
     mutant(
         "int32-offset",
         "64-bit-offsets",
-        "return pool[pages.long()[entries // per_page], entries % per_page].double()",
+        "keys = pool[pages.long()[entries // per_page], entries % per_page]",
         "rows = pages.long()[entries // per_page] * per_page + entries % per_page\n"
         "    offsets = (rows * pool.shape[2]).int().long().unsqueeze(-1)\n"
-        "    return pool.flatten()[offsets + torch.arange(pool.shape[2])].double()",
+        "    keys = pool.flatten()[offsets + torch.arange(pool.shape[2])]",
+    ),
+    mutant(
+        "high-nibble-is-the-even-channel",
+        "matches-reference",
+        "return form.decode(keys, torch.float32).double()",
+        "found = form.decode(keys, torch.float32).double()\n"
+        "    return found.unflatten(-1, (-1, 2)).flip(-1).flatten(-2) if keys.dtype == torch.uint8 else found",
+    ),
+    mutant(
+        "scale-of-the-neighbouring-group",
+        "matches-reference",
+        "return form.decode(keys, torch.float32).double()",
+        "if keys.dtype == torch.uint8:\n"
+        "        scales = keys.shape[1] // 17\n"
+        "        keys = torch.cat([keys[:, :-scales], keys[:, -scales:].roll(1, 1)], 1)\n"
+        "    return form.decode(keys, torch.float32).double()",
     ),
 )

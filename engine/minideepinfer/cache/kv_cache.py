@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from minideepinfer.cache.layouts import CacheLayout
+from minideepinfer.cache.layouts import CacheLayout, allocate
 from minideepinfer.config import CacheConfig, TextConfig
 from minideepinfer.errors import ConfigError
 from minideepinfer.model.rows import EntryRows, Rows
@@ -34,10 +34,15 @@ def _check_pages(config: TextConfig, page_tokens: int) -> None:
 class KVCache:
     """The pools of every layer. One page id addresses the pools of all KV sources; one ring id those of all layers.
 
+    A row of a pool is an entry as the layout holds it: plain channels, or bytes (see `EntryFormat`).
+
     Attributes:
-        window: per layer `[max_requests, ring_size, head_dim]`.
-        main: per KV source `[num_pages, page_tokens // ratio, head_dim]`.
-        index_keys: per KV source `[num_pages, page_tokens // ratio, index_head_dim]`.
+        layout: of the pools.
+        head_dim: channels of window and global entries.
+        index_head_dim: channels of index keys.
+        window: per layer `[max_requests, ring_size, row]`.
+        main: per KV source `[num_pages, page_tokens // ratio, row]`.
+        index_keys: per KV source `[num_pages, page_tokens // ratio, row]`.
         pending: per ratio-2 source float32 `[max_requests, pair_slots, 2, head_dim]`, the `(k, s)` of the last first
             tokens of pairs; pair j lies in slot `j % pair_slots`.
     """
@@ -45,7 +50,7 @@ class KVCache:
     def __init__(self, config: TextConfig, cache: CacheConfig, layout: CacheLayout, device: torch.device) -> None:
         _check_pages(config, cache.page_tokens)
         self.ring_size, self.pair_slots = ring_size(config), pair_slots(config)
-        self.layout = layout
+        self.layout, self.head_dim, self.index_head_dim = layout, config.head_dim, config.index_head_dim
         try:
             self._allocate(config, cache, device)
         except RuntimeError as error:
@@ -57,14 +62,15 @@ class KVCache:
 
     def _allocate(self, config: TextConfig, cache: CacheConfig, device: torch.device) -> None:
         layout, rings = self.layout, cache.max_requests
-        self.window = [layout.allocate(rings, self.ring_size, config.head_dim, device) for _ in config.layers]
+        self.window = [allocate(layout.window, rings, self.ring_size, config.head_dim, device) for _ in config.layers]
         self.main: dict[int, Tensor] = {}
         self.index_keys: dict[int, Tensor] = {}
         self.pending: dict[int, Tensor] = {}
         for source in (layer for layer in config.layers if layer.is_kv_source):
             entries = cache.page_tokens // source.compress_ratio
-            self.main[source.layer_id] = layout.allocate(cache.num_pages, entries, config.head_dim, device)
-            self.index_keys[source.layer_id] = layout.allocate(cache.num_pages, entries, config.index_head_dim, device)
+            pages, layer_id = (cache.num_pages, entries), source.layer_id
+            self.main[layer_id] = allocate(layout.main, *pages, config.head_dim, device)
+            self.index_keys[layer_id] = allocate(layout.index, *pages, config.index_head_dim, device)
             if source.compress_ratio > 1:
                 self.pending[source.layer_id] = torch.empty(rings, self.pair_slots, 2, config.head_dim, device=device)
 
@@ -77,7 +83,7 @@ class KVCache:
             rows: the rows the values belong to.
         """
         kept, slots = rows.ring_places(self.ring_size)
-        self.window[layer_id].flatten(0, 1).index_copy_(0, slots, values[kept].to(self.layout.dtype))
+        self.window[layer_id].flatten(0, 1).index_copy_(0, slots, self.layout.window.encode(values[kept]))
 
     def write_entries(self, layer_id: int, main: Tensor, index_keys: Tensor, entries: EntryRows) -> None:
         """Store global entries and their index keys.
@@ -88,8 +94,8 @@ class KVCache:
             index_keys: `[N, index_head_dim]`.
             entries: where they go.
         """
-        self.main[layer_id][entries.pages, entries.places] = main.to(self.layout.dtype)
-        self.index_keys[layer_id][entries.pages, entries.places] = index_keys.to(self.layout.dtype)
+        self.main[layer_id][entries.pages, entries.places] = self.layout.main.encode(main)
+        self.index_keys[layer_id][entries.pages, entries.places] = self.layout.index.encode(index_keys)
 
     def copy_ring(self, source: int, target: int) -> None:
         """Copy the window entries and kept halves of pairs of all layers from one ring to another."""

@@ -7,12 +7,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 
+from minideepinfer.cache.entry_bytes import PACKINGS, entry_bytes
 from minideepinfer.cache.kv_cache import pair_slots, ring_size
-from minideepinfer.cache.layouts import LAYOUTS
 from minideepinfer.checkpoint.layout import KINDS, SKIPPED_KINDS, TensorSpec, expected_tensors
 from minideepinfer.checkpoint.partition import Partition, check_experts
 from minideepinfer.checkpoint.verify import Summary, Total, summarize
-from minideepinfer.config import ModelConfig, TextConfig
+from minideepinfer.config import CacheConfig, ModelConfig, TextConfig
+
+PAGE_TOKENS: int = CacheConfig().page_tokens
+"""Tokens of a page, if the engine's configuration says nothing else."""
 
 
 @dataclass(frozen=True)
@@ -21,11 +24,17 @@ class CacheSize:
 
     Attributes:
         bytes_per_token: global entries and index keys of all KV sources.
+        bytes_per_page: the same of `PAGE_TOKENS` tokens. A request holds whole pages.
         bytes_per_request: window rings of all blocks, and the pending pairs of ratio-2 sources.
     """
 
     bytes_per_token: Fraction
     bytes_per_request: int
+
+    @property
+    def bytes_per_page(self) -> int:
+        """See `CacheSize`."""
+        return math.ceil(self.bytes_per_token * PAGE_TOKENS)
 
 
 def layout_summary(config: ModelConfig) -> Summary:
@@ -111,10 +120,10 @@ def cache_sizes(config: TextConfig) -> dict[str, CacheSize]:
     pending = pair_slots(config) * sum(4 * 2 * config.head_dim for ratio in ratios if ratio > 1)
     return {
         name: CacheSize(
-            entries * (layout.entry_bytes(config.head_dim) + layout.entry_bytes(config.index_head_dim)),
-            ring_rows * layout.entry_bytes(config.head_dim) + pending,
+            entries * (entry_bytes(name, "main", config.head_dim) + entry_bytes(name, "index", config.index_head_dim)),
+            ring_rows * entry_bytes(name, "window", config.head_dim) + pending,
         )
-        for name, layout in LAYOUTS.items()
+        for name in PACKINGS
     }
 
 

@@ -42,7 +42,7 @@ def add_parser(subparsers: Any) -> None:
 def _size(args: argparse.Namespace) -> int:
     from minideepinfer.checkpoint import verify
     from minideepinfer.checkpoint.shards import INDEX_NAME
-    from minideepinfer.checkpoint.size import cache_sizes, layout_summary, memory_summaries, rank_summaries
+    from minideepinfer.checkpoint.size import PAGE_TOKENS, cache_sizes, layout_summary, memory_summaries, rank_summaries
     from minideepinfer.checkpoint.verify import directory_of
     from minideepinfer.config import ModelConfig
 
@@ -59,7 +59,11 @@ def _size(args: argparse.Namespace) -> int:
             **_as_data(whole),
             "ranks": [_as_data(r) | {"memory_bytes": m.total.bytes} for r, m in zip(ranks, memory, strict=True)],
             "caches": {
-                name: {"bytes_per_token": float(cache.bytes_per_token), "bytes_per_request": cache.bytes_per_request}
+                name: {
+                    "bytes_per_token": float(cache.bytes_per_token),
+                    "bytes_per_page": cache.bytes_per_page,
+                    "bytes_per_request": cache.bytes_per_request,
+                }
                 for name, cache in caches.items()
             },
         }
@@ -72,8 +76,9 @@ def _size(args: argparse.Namespace) -> int:
         print("From the config alone: vision tensors are not counted.")
     for name, cache in caches.items():
         print(
-            f"Caches in {name}: {float(cache.bytes_per_token):,g} B per token, and "
-            f"{_human(cache.bytes_per_request)} of window rings per request."
+            f"Caches in {name}: {float(cache.bytes_per_token):,g} B per token, in pages of {PAGE_TOKENS} tokens "
+            f"({cache.bytes_per_page:,} B, a request's last page whole), and {_human(cache.bytes_per_request)} of "
+            "window rings per request."
         )
     return 0
 

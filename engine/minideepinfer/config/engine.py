@@ -47,7 +47,11 @@ class OperatorRule(PhaseChoice):
 class CacheConfig(_Frozen):
     """The caches of all requests together."""
 
-    layout: Literal["auto", "float32", "bf16"] = Field("auto", description="storage layout; `auto` follows `dtype`")
+    layout: Literal["auto", "float32", "bf16", "released"] = Field(
+        "auto",
+        description="storage layout; `auto` follows `dtype`; `released` holds the formats that the model was trained "
+        "with, FP8 and FP4, and needs `kv_quantization: released`",
+    )
     page_tokens: int = Field(64, gt=0, lt=2**31, description="tokens per page of the global pool")
     num_pages: int = Field(
         1024, gt=0, lt=2**31, description="pages of the global pool, the page budget of the scheduler"
@@ -135,6 +139,15 @@ class EngineConfig(_Frozen):
         ):
             raise ValueError(f"device {value!r} is not one of auto, cpu, cuda, cuda:N")
         return value
+
+    @model_validator(mode="after")
+    def _layout_holds_what_is_cached(self) -> EngineConfig:
+        if self.cache.layout == "released" and self.kv_quantization != "released":
+            raise ValueError(
+                f"cache.layout is released and kv_quantization is {self.kv_quantization}; that layout holds only "
+                "values quantised as the model was trained: set kv_quantization to released, or cache.layout to auto"
+            )
+        return self
 
     def __init__(self, **data: Any) -> None:
         try:

@@ -15,7 +15,7 @@ from torch import Tensor
 from minideepinfer.cache.kv_cache import pair_slots
 from minideepinfer.config import LayerSchedule, TextConfig
 from minideepinfer.measure.costs import ELEMENT_BYTES, FLOAT32, arithmetic
-from minideepinfer.measure.costs.attention import attention_cost
+from minideepinfer.measure.costs.attention import DistinctKeys, attention_cost
 from minideepinfer.measure.costs.indexer import indexer_cost
 from minideepinfer.measure.costs.moe import experts_cost, gate_cost
 from minideepinfer.measure.costs.residual import residual_cost
@@ -141,10 +141,11 @@ class StepCosts:
         older = sum(
             min(window - 1, start) for start, length in zip(batch.context_lens, batch.seqlens, strict=True) if length
         )
-        distinct = batch.num_tokens + older
+        selected = 0
         if layer.compress_ratio:
             keys = keys + batch.visible_entries(layer.compress_ratio).cpu().clamp(max=self.config.index_topk)
-            distinct += _distinct(batch, layer.compress_ratio, self.config.index_topk)
+            selected = _distinct(batch, layer.compress_ratio, self.config.index_topk)
+        distinct = DistinctKeys(batch.num_tokens, older, selected)
         return attention_cost(problem, batch.num_tokens, int(keys.sum()), distinct)
 
     def _indexer(self, layer: LayerSchedule, batch: Batch) -> Cost:

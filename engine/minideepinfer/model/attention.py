@@ -51,7 +51,7 @@ class AttentionLayer:
         kv = F.linear(activation, self.weights.wkv)
         norm, angles = self.weights.kv_norm, rows.angles(self.rope)
         kv = self.epilogue.run(kv, rows.phase, norm=norm, angles=angles, quantization=self.epilogue.kv("fp8"))
-        return self.cache.layout.stored(kv)
+        return self.cache.layout.window.stored(kv)
 
     def publish(self, x: Tensor, rows: Rows, step: Step) -> None:
         """Store the global entries and index keys of these rows; nothing on layers that own none."""

@@ -59,14 +59,13 @@ class TextModel:
         blocks = [block for block in self.blocks if step.rows_anywhere(block.layer)]
         for block in blocks:
             block.start(step)
-        for block in blocks:
-            block.prepare(step)
         with step.clock.stage(Stage.HEAD):
             streams, pre = self.embed(step.token_ids)
         state = HandOver(streams, pre)
         if step.recorder.wants("embed"):
             step.recorder.record("embed", streams[:, 0], step.encoder.request_ids)
         for block in blocks:
+            block.prepare(step)
             state = block.forward(state, step)
         with step.clock.stage(Stage.MIXING):
             return self.mixing.collapse(state.streams, state.pre, step.decoder.phase)

@@ -15,6 +15,10 @@ class AttentionOperator(Protocol):
     """A built attention operator (spec 3.8). Axes: T rows, H heads, D = head_dim, C = rope_dim / 2.
 
     What outlives a step (the cache's tensors, `sink`) is contiguous; other tensors may have any strides.
+
+    A row of a pool is an entry in the problem's cache layout: D numbers in `float32` and `bf16`; in `released` uint8,
+    for the window D e4m3 codes and then D / 32 E8M0 scales, for global entries D / 2 bytes of e2m1 codes, the even
+    channel in the low nibble, and then D / 16 e4m3 scales. `minideepinfer.cache.layouts` decodes rows of any layout.
     """
 
     def prepare(self, batch: Batch) -> Any:
@@ -49,9 +53,10 @@ class AttentionOperator(Protocol):
 
         Args:
             q: `[T, H, D]` compute dtype, rotated.
-            window_new: `[T, D]` this step's window entries, values as the cache will hold them.
-            window_ring: `[num_rings, ring_size, D]` in the problem's cache layout, *as before the step*.
-            global_kv: `[num_pages, entries_per_page, D]`, this step's entries included; None if `compress_ratio` is 0.
+            window_new: `[T, D]` compute dtype, this step's window entries: values, as the cache will hold them.
+            window_ring: `[num_rings, ring_size, row]` in the problem's cache layout, *as before the step*.
+            global_kv: `[num_pages, entries_per_page, row]` likewise, this step's entries included; None if
+                `compress_ratio` is 0.
             selection: see `Selection`; None if `compress_ratio` is 0.
             sink: float32 `[H]` logits that enter the denominator only; None = no sink.
             cos: float32 `[T, C]` of the layer's rotary table at the rows' positions.

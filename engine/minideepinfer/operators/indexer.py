@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 class IndexerOperator(Protocol):
     """A built indexer (spec 3.6, 3.7). Axes: T rows, h index heads, d = index head_dim, K = topk.
 
-    `index_keys` are contiguous; other tensors may have any strides.
+    `index_keys` are contiguous; other tensors may have any strides. A row of them is a key in the problem's cache
+    layout: d numbers in `float32` and `bf16`; in `released` uint8, d / 2 bytes of e2m1 codes, the even channel in the
+    low nibble, and then d / 32 E8M0 scales. `minideepinfer.cache.layouts` decodes rows of any layout.
     """
 
     def prepare(self, batch: Batch) -> Any:
@@ -33,7 +35,7 @@ class IndexerOperator(Protocol):
         Args:
             q: `[T, h, d]` compute dtype, rotated and (by the problem's `kv_quantization`) quantise-dequantised.
             head_weights: `[T, h]` compute dtype, already scaled.
-            index_keys: `[num_pages, entries_per_page, d]` in the problem's cache layout, this step's keys included.
+            index_keys: `[num_pages, entries_per_page, row]` in the problem's cache layout, this step's keys included.
             candidates: int32 `[T, candidate_topk_blocks]`, -1 anywhere; None unless the problem `uses_candidates`.
             metadata: what `prepare` returned for this batch.
 

@@ -43,7 +43,7 @@ class AttentionProblem(Problem):
         compress_ratio: tokens per global entry; 0 = the layer has no global path.
         index_topk: most selected entries per row.
         page_tokens: tokens per page of the global pool.
-        cache_layout: layout of window rings and global pool, e.g. `bf16`.
+        cache_layout: layout of window rings and global pool: `float32`, `bf16` or `released`.
         selection_layout: layout of `Selection`, e.g. `token_indices/1`.
     """
 

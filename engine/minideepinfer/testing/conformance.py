@@ -78,7 +78,7 @@ def test_it_serves_something(operator: RegisteredOperator, pytestconfig: pytest.
     reasons = []
     for family in conformances(operator, _registry()):
         subject = Subject(operator, _registry(), family, device)
-        reasons += [subject.obstacles(recipe.build()) for recipe in edge_recipes(family, subject.dtypes)]
+        reasons += [subject.obstacles(recipe.build()) for recipe in edge_recipes(subject)]
     if all(reasons):
         pytest.fail(f"{operator.title} refuses every edge case: {reasons[0]}", pytrace=False)
 

@@ -100,6 +100,7 @@ class Conformance:
         relations: what is checked of each case; the comparison with the reference is one of them.
         cases: explicit cases.
         tolerances: the rows of the family in the tolerance table.
+        packs: whether recipes can have pools in cache layout `released` (they have `packed()`).
         partner: for a chain, the operator of another family with which results are completed (see
             `minideepinfer.testing.chains`); a case then has `partner_problem` too.
     """
@@ -113,6 +114,7 @@ class Conformance:
     relations: tuple[Relation, ...]
     cases: tuple[ExplicitCase, ...]
     tolerances: tuple[Tolerance, ...]
+    packs: bool = False
     partner: RegisteredOperator | None = None
 
     @property

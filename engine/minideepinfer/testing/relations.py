@@ -112,7 +112,8 @@ def tile_borders(recipes: tuple[Any, ...]) -> ExplicitCase:
 
     def check(subject: Subject) -> None:
         reasons = set()
-        for recipe in (replace(recipe, dtype=dtype) for recipe in recipes for dtype in subject.dtypes):
+        asked = filter(subject.asks, recipes)
+        for recipe in (replace(recipe, dtype=dtype) for recipe in asked for dtype in subject.dtypes):
             case = recipe.build()
             if obstacles := subject.obstacles(case):
                 reasons.add("; ".join(obstacles))

@@ -8,9 +8,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import hypothesis
-from hypothesis import HealthCheck, Phase, Verbosity
+from hypothesis import HealthCheck, Phase, Verbosity, strategies
+from hypothesis.strategies import SearchStrategy
 
-from minideepinfer.testing.contract import Conformance, Crash, Refused, Relation, Unavailable, Violation
+from minideepinfer.testing.contract import Crash, Refused, Relation, Unavailable, Violation
+from minideepinfer.testing.recipes.batch import PACKED
 from minideepinfer.testing.subject import Subject
 
 
@@ -90,14 +92,15 @@ def judging(subject: Subject) -> Iterator[None]:
         raise Crash(what) from error
 
 
-def edge_recipes(family: Conformance, dtypes: tuple[str, ...]) -> list[Any]:
-    """The family's edge cases in every compute dtype."""
-    return [replace(recipe, dtype=dtype) for recipe in family.edges for dtype in dtypes]
+def edge_recipes(subject: Subject) -> list[Any]:
+    """The family's edge cases in every compute dtype; in cache layouts that the operator declares."""
+    edges = filter(subject.asks, subject.family.edges)
+    return [replace(recipe, dtype=dtype) for recipe in edges for dtype in subject.dtypes]
 
 
 def _edges(subject: Subject, relation: Relation) -> list[Any]:
     """Every edge case in every dtype; in one of them by turns where an interpreter would make a relation slow."""
-    recipes, count = edge_recipes(subject.family, subject.dtypes), len(subject.dtypes)
+    recipes, count = edge_recipes(subject), len(subject.dtypes)
     if not subject.interpreted or relation.name == "matches-reference":
         return recipes
     turn = len(relation.name)
@@ -111,6 +114,14 @@ def _first_failing_edge(subject: Subject, relation: Relation) -> Failure | None:
         except (Violation, Crash) as error:
             return Failure(str(error), isinstance(error, Crash), recipe)
     return None
+
+
+def _recipes(subject: Subject) -> SearchStrategy[Any]:
+    """The family's recipes; half of them with packed pools, where the operator declares these and dims allow it."""
+    recipes = subject.family.recipes(subject.dtypes)
+    if not subject.family.packs or PACKED not in subject.cache_layouts:
+        return recipes
+    return strategies.builds(lambda recipe, pack: recipe.packed() if pack else recipe, recipes, strategies.booleans())
 
 
 def _drawn(subject: Subject, relation: Relation, profile: Profile, seed: int) -> Failure | None:
@@ -132,7 +143,7 @@ def _drawn(subject: Subject, relation: Relation, profile: Profile, seed: int) ->
         verbosity=Verbosity.quiet,
         suppress_health_check=list(HealthCheck),
     )
-    drawn = hypothesis.given(subject.family.recipes(subject.dtypes))(check)
+    drawn = hypothesis.given(_recipes(subject))(check)
     try:
         hypothesis.seed(seed)(settings(drawn))()
     except (Violation, Crash) as error:

@@ -26,6 +26,7 @@ from minideepinfer.operators.build import build
 from minideepinfer.operators.support import obstacles
 from minideepinfer.testing.contract import Conformance, Crash, Outputs, Refused, Unavailable, Violation
 from minideepinfer.testing.ranks import RankComm, World
+from minideepinfer.testing.recipes.batch import PACKED, PLAIN
 from minideepinfer.testing.tensors import map_tensors, same_bits
 from minideepinfer.testing.variants import own_factor, plain, with_options
 
@@ -101,6 +102,15 @@ class Subject:
     def dtypes(self) -> tuple[str, ...]:
         """The compute dtypes that the operator declares."""
         return self.registered.declaration.support.dtypes
+
+    @property
+    def cache_layouts(self) -> tuple[str, ...]:
+        """Cache layouts of recipes that the operator is asked about: `released` only if it declares that."""
+        return (PLAIN, PACKED) if PACKED in self.registered.declaration.accepts.get("cache", ()) else (PLAIN,)
+
+    def asks(self, recipe: Any) -> bool:
+        """Whether the operator declares the cache layout of a recipe."""
+        return getattr(recipe, "cache_layout", PLAIN) in self.cache_layouts
 
     def count_drawn(self, case: Any) -> None:
         """Note that a case was drawn, and whether it is refused; options are there to serve less than the defaults."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from minideepinfer.cache.layouts import EntryFormat, PlainEntries, cache_layout
 from minideepinfer.model.rope import undo_rope
 from minideepinfer.operators import Batch, BuildContext, Selection, Stage, StageClock
 from minideepinfer.operators.problem import AttentionProblem
@@ -15,6 +16,8 @@ _ROWS = 32
 """Rows attended at once; bounds memory."""
 _ALIGNED = 16
 """Numbers of a vector register, and of a cache line."""
+_NEW = PlainEntries(torch.float32)
+"""How this step's entries are read, whatever the cache's layout."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,6 +54,7 @@ class NaiveAttention:
 
     def __init__(self, problem: AttentionProblem, clock: StageClock) -> None:
         self._problem = problem
+        self._layout = cache_layout(problem.cache_layout)
         self._clock = clock
 
     def prepare(self, batch: Batch) -> _Metadata:
@@ -85,7 +89,7 @@ class NaiveAttention:
             with self._clock.stage(Stage.KEY_GATHER):
                 keys = self._window_keys(window_new, window_ring, metadata, rows)
                 if selection is not None and global_kv is not None:
-                    keys = keys.followed_by(_selected_keys(global_kv, selection, metadata, rows))
+                    keys = keys.followed_by(_selected_keys(global_kv, self._layout.main, selection, metadata, rows))
             heads = undo_rope(_softmax_attention(q[rows], keys, sink, scale), cos[rows], sin[rows])
             heads = heads.masked_fill(~keys.valid.any(1)[:, None, None], 0.0)
             output[start : start + _ROWS] = heads[: num_rows - start]
@@ -100,13 +104,13 @@ class NaiveAttention:
         valid = positions >= batch.window_start[request].clamp(min=0).unsqueeze(1)
         is_new = valid & (positions >= context)
         is_old = valid & (positions < context)
-        from_step = _gather(new, metadata.first_row[rows] + positions - context, is_new)
+        from_step = _gather(new, metadata.first_row[rows] + positions - context, is_new, _NEW)
         slots = batch.ring_table[request].unsqueeze(1) * ring.shape[1] + positions % ring.shape[1]
-        from_ring = _gather(ring.flatten(0, 1), slots, is_old)
+        from_ring = _gather(ring.flatten(0, 1), slots, is_old, self._layout.window)
         return _Keys(torch.where(is_new.unsqueeze(-1), from_step, from_ring), valid)
 
 
-def _selected_keys(pool: Tensor, selection: Selection, metadata: _Metadata, rows: Tensor) -> _Keys:
+def _selected_keys(pool: Tensor, form: EntryFormat, selection: Selection, metadata: _Metadata, rows: Tensor) -> _Keys:
     """The entries that each row selected, found through the block table: N = K."""
     batch, per_page = metadata.batch, pool.shape[1]
     entries = selection.indices[rows].long()
@@ -115,12 +119,13 @@ def _selected_keys(pool: Tensor, selection: Selection, metadata: _Metadata, rows
         valid &= torch.arange(entries.shape[1], device=pool.device) < selection.lens[rows].unsqueeze(1)
     entries = entries.where(valid, 0)
     pages = batch.block_table[batch.request_ids[rows].unsqueeze(1), entries // per_page].long()
-    return _Keys(_gather(pool.flatten(0, 1), pages * per_page + entries % per_page, valid), valid)
+    return _Keys(_gather(pool.flatten(0, 1), pages * per_page + entries % per_page, valid, form), valid)
 
 
-def _gather(table: Tensor, index: Tensor, valid: Tensor) -> Tensor:
-    """float32 rows of a table `[M, D]`, exactly zero (whatever memory holds) where not valid: `[n, N, D]`."""
-    return table[index.where(valid, 0)].float().masked_fill(~valid.unsqueeze(-1), 0.0)
+def _gather(table: Tensor, index: Tensor, valid: Tensor, form: EntryFormat) -> Tensor:
+    """Entries of a table `[M, row]`, exactly zero (whatever memory holds) where not valid: float32 `[n, N, D]`."""
+    entries = table[index.where(valid, 0)]
+    return form.decode(entries, torch.float32).masked_fill(~valid.unsqueeze(-1), 0.0)
 
 
 def _softmax_attention(q: Tensor, keys: _Keys, sink: Tensor | None, scale: float) -> Tensor:

@@ -18,7 +18,7 @@ OPERATORS = (
         build="minideepinfer_attention.naive:build",
         source="spec section 3.8",
         tier=Tier.REFERENCE,
-        accepts={"cache": ("float32", "bf16"), "selection": (TOKEN_INDICES,)},
+        accepts={"cache": ("float32", "bf16", "released"), "selection": (TOKEN_INDICES,)},
         properties=Properties(deterministic=True, batch_invariant=True),
     ),
     OperatorDeclaration(

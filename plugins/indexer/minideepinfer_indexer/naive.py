@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from minideepinfer.cache.layouts import EntryFormat, cache_layout
 from minideepinfer.operators import Batch, BuildContext, IndexerOutput, Selection
 from minideepinfer.operators.problem import IndexerProblem
 from torch import Tensor
@@ -39,6 +40,7 @@ class NaiveIndexer:
 
     def __init__(self, problem: IndexerProblem) -> None:
         self._problem = problem
+        self._keys = cache_layout(problem.cache_layout).index
 
     def prepare(self, batch: Batch) -> _Metadata:
         """Find out how many entries each request shows."""
@@ -59,7 +61,8 @@ class NaiveIndexer:
         indices = torch.full((tokens, problem.topk), -1, dtype=torch.int32, device=q.device)
         blocks = torch.full((tokens, problem.candidate_topk_blocks), -1, dtype=torch.int32, device=q.device)
         for request in metadata.requests:
-            keys = _logical_keys(index_keys, metadata.batch.block_table[request.index], request.num_entries)
+            pages = metadata.batch.block_table[request.index]
+            keys = _logical_keys(index_keys, self._keys, pages, request.num_entries)
             step = max(1, _MAX_SCORES // max(1, request.num_entries))
             for start in range(request.rows.start, request.rows.stop, step):
                 rows = slice(start, min(start + step, request.rows.stop))
@@ -91,11 +94,12 @@ class NaiveIndexer:
         return scores.masked_fill(~entries, -torch.inf)
 
 
-def _logical_keys(pool: Tensor, pages: Tensor, num_entries: int) -> Tensor:
+def _logical_keys(pool: Tensor, form: EntryFormat, pages: Tensor, num_entries: int) -> Tensor:
     """A request's first entries in logical order, float64 `[num_entries, d]`."""
     per_page = pool.shape[1]
     entries = torch.arange(num_entries, device=pool.device)
-    return pool[pages.long()[entries // per_page], entries % per_page].double()
+    keys = pool[pages.long()[entries // per_page], entries % per_page]
+    return form.decode(keys, torch.float32).double()
 
 
 def _scores(q: Tensor, head_weights: Tensor, keys: Tensor, visible: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ OPERATORS = (
         build="minideepinfer_indexer.naive:build",
         source="spec sections 3.6 and 3.7",
         tier=Tier.REFERENCE,
-        accepts={"cache": ("float32", "bf16")},
+        accepts={"cache": ("float32", "bf16", "released")},
         emits={"selection": (TOKEN_INDICES,)},
         properties=Properties(deterministic=True),
     ),

@@ -98,7 +98,7 @@ def launch(
         _boxes_of_rows(x, shape.box),
         *matrix.boxes,
         *tensors,
-        schedule.max_tiles,
+        schedule.num_tiles,
         limit,
         steps,
         blocks,

@@ -31,6 +31,7 @@ class Schedule:
         tiles: int32 `[max_tiles, 3]`, expert, first row and number of rows of each tile; no rows behind the last one.
             Tiles never cross experts and come in row order. An expert's tiles are as few as `tile_rows` allows, and of
             one height, a multiple of 8, but for the last one, which has what remains.
+        num_tiles: int32 `[1]`, tiles that have rows.
         tile_rows: most rows in a tile.
     """
 
@@ -39,6 +40,7 @@ class Schedule:
     expert_offsets: Tensor
     slot_rows: Tensor
     tiles: Tensor
+    num_tiles: Tensor
     tile_rows: int
 
     @property
@@ -84,6 +86,7 @@ def make_schedule(
         empty(num_experts + 1),
         empty(*topk_ids.shape),
         empty(max_tiles, 3),
+        empty(1),
         tile_rows,
     )
     counts, totals = empty(experts, 0 if small else num_blocks), empty(experts)
@@ -101,6 +104,7 @@ def make_schedule(
         schedule.slot_rows,
         schedule.expert_offsets,
         schedule.tiles,
+        schedule.num_tiles,
         slots,
         topk,
         expert_start,

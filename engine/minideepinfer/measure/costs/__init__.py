@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from minideepinfer.operators.problem import Problem
 
-ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "bf16": 2}
-"""Of a number, by dtype or cache layout."""
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
+"""Of a number, by dtype."""
 FLOAT32 = INT32 = 4
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from minideepinfer.cache.entry_bytes import entry_bytes
 from minideepinfer.measure.costs import ELEMENT_BYTES, INT32, arithmetic
 from minideepinfer.operators.cost import Cost
 from minideepinfer.operators.problem import IndexerProblem
@@ -18,7 +19,7 @@ def indexer_cost(problem: IndexerProblem, num_tokens: int, num_scores: int, dist
     """
     heads, dim, size = problem.num_heads, problem.head_dim, ELEMENT_BYTES[problem.dtype]
     queries = num_tokens * heads * (dim + 1) * size
-    keys = distinct_keys * dim * ELEMENT_BYTES[problem.cache_layout]
+    keys = distinct_keys * entry_bytes(problem.cache_layout, "index", dim)
     blocks = problem.candidate_topk_blocks if problem.emits_candidates or problem.uses_candidates else 0
     chosen = num_tokens * (problem.topk + blocks) * INT32
     return Cost({arithmetic(problem): 2 * num_scores * heads * (dim + 1)}, queries + keys + chosen)

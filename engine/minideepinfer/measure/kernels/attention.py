@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minideepinfer.measure.costs.attention import attention_cost
+from minideepinfer.measure.costs.attention import DistinctKeys, attention_cost
 from minideepinfer.measure.kernels.batches import batch_on, decode, prefill, single_rows, some_rows
 from minideepinfer.measure.kernels.contract import Kernel, KernelFamily
 from minideepinfer.measure.timing import Call
@@ -81,11 +81,12 @@ def cost(case: AttentionCase) -> Cost:
     oldest = torch.maximum(batch.window_start, context - window + 1)  # of the first row, which sees the most of a ring
     is_real = torch.zeros_like(context).index_add(0, batch.request_ids, (seen > 0).long()) > 0
     in_rings = (context - oldest.clamp(min=0)).clamp(min=0)[is_real]
-    num_keys, distinct = int(seen.sum()), int(in_rings.sum()) + int((seen > 0).sum())
+    num_keys, selected = int(seen.sum()), 0
     if case.selection is not None:
         named, requests = _named(case)
         num_keys += len(named)
-        distinct += len(torch.stack([requests, named]).unique(dim=1)[0])
+        selected = len(torch.stack([requests, named]).unique(dim=1)[0])
+    distinct = DistinctKeys(int((seen > 0).sum()), int(in_rings.sum()), selected)
     return attention_cost(case.problem, batch.num_tokens, num_keys, distinct)
 
 

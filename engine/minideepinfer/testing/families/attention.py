@@ -16,7 +16,7 @@ from minideepinfer.testing.contract import Conformance, Outputs, Relation, Toler
 from minideepinfer.testing.families.attention_cases import CASES, EDGES
 from minideepinfer.testing.families.attention_large import LARGE
 from minideepinfer.testing.recipes.attention import AttentionCase
-from minideepinfer.testing.recipes.batch import move_pages
+from minideepinfer.testing.recipes.batch import move_pages, without_nan
 from minideepinfer.testing.relations import EVERYWHERE, OWN_MEMORY, later_tokens, other_chunks, unread_memory
 from minideepinfer.testing.subject import Subject, difference
 
@@ -27,9 +27,15 @@ def _outputs(subject: Subject, operator: Any, case: AttentionCase) -> Outputs:
 
 def _widen(case: AttentionCase) -> AttentionCase:
     problem = replace(case.problem, dtype="float32", cache_layout="float32")
-    pool = None if case.global_kv is None else case.global_kv.float()
-    wide = {name: getattr(case, name).float() for name in ("q", "window_new", "window_ring")}
-    return replace(case, problem=problem, global_kv=pool, **wide)
+    layout, pool = case.layout, case.global_kv
+    return replace(
+        case,
+        problem=problem,
+        q=case.q.float(),
+        window_new=case.window_new.float(),
+        window_ring=layout.window.decode(case.window_ring, torch.float32),
+        global_kv=None if pool is None else layout.main.decode(pool, torch.float32),
+    )
 
 
 def _compare(
@@ -93,9 +99,10 @@ def no_sink(subject: Subject, case: AttentionCase) -> None:
 
 
 def _clean(case: AttentionCase) -> AttentionCase:
-    pool = None if case.global_kv is None else case.global_kv.nan_to_num(3.0)
-    numbers = {name: getattr(case, name).nan_to_num(3.0) for name in ("q", "window_new", "window_ring")}
-    return replace(case, global_kv=pool, **numbers)
+    pool = None if case.global_kv is None else without_nan(case.global_kv, case.layout.main, 3.0)
+    ring = without_nan(case.window_ring, case.layout.window, 3.0)
+    numbers = {name: getattr(case, name).nan_to_num(3.0) for name in ("q", "window_new")}
+    return replace(case, global_kv=pool, window_ring=ring, **numbers)
 
 
 _FLOAT32 = "√2·V·((2(D+4)·E + 2N + 11)·2⁻²⁴ + 2⁻²⁴)"
@@ -131,6 +138,7 @@ FAMILY = Conformance(
         Relation("no-sink", "a sink counted as a value, or scaled", no_sink),
     ),
     cases=(*CASES, *LARGE),
+    packs=True,
     tolerances=(
         Tolerance("float32", "every output", f"{_FLOAT32}, twice: operator and reference", _WHY_FLOAT32),
         Tolerance(

@@ -39,11 +39,15 @@ EDGES = (
     AttentionRecipe(BatchRecipe((2, 1), (17, 33), decode=True), sliding_window=6, spare_slots=0, index_topk=9),
     AttentionRecipe(BatchRecipe((1, 2, 1), (7, 15, 8)), pattern="newest", index_topk=9),  # ends of pages
     AttentionRecipe(BatchRecipe((2, 3), (5, 8)), compress_ratio=2, pattern="valid", head_dim=33, index_topk=7),
+    AttentionRecipe(BatchRecipe((4,), (40,), window_start=(45,)), pattern="none"),  # rows without keys, and no sink
     AttentionRecipe(_THREE, pattern="valid", q_amplitude=0.0, sink=1.0),  # all scores equal
     AttentionRecipe(_THREE, q_amplitude=1e-25, kv_amplitude=1e25, sink=1.0),
     AttentionRecipe(_THREE, pattern="valid", q_amplitude=1e4, num_heads=2),
     AttentionRecipe(_THREE, q_amplitude=1e37, kv_amplitude=1e-39, num_heads=2),  # subnormal keys
     AttentionRecipe(_THREE, q_amplitude=1e-39, sink=1.0),
+    AttentionRecipe(_THREE, pattern="valid", head_dim=64, index_topk=9, sink=1.0, cache_layout="released"),
+    AttentionRecipe(BatchRecipe((2,), (30,)), compress_ratio=0, sliding_window=9, cache_layout="released"),
+    AttentionRecipe(BatchRecipe((3,), (7,)), compress_ratio=2, kv_amplitude=1e-3, cache_layout="released"),
 )
 
 

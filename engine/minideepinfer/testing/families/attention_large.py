@@ -98,9 +98,14 @@ def _rounded_probabilities(case: AttentionCase) -> Tensor:
 def far_pages(subject: Subject) -> None:
     """The same entries in pages past 2^31 elements give the same bits."""
     batch = BatchRecipe(seqlens=(2, 3), context_lens=(40, 70), page_tokens=16)
-    near = subject.nearest(
-        AttentionRecipe(batch, subject.narrowest, *dims, index_topk=9, pattern="valid", seed=3).build() for dims in DIMS
-    )
+    recipe = AttentionRecipe(batch, subject.narrowest, index_topk=9, pattern="valid", seed=3)
+    for layout in subject.cache_layouts:
+        _far_pages(subject, replace(recipe, cache_layout=layout))
+
+
+def _far_pages(subject: Subject, recipe: AttentionRecipe) -> None:
+    sizes = (replace(recipe, num_heads=heads, head_dim=dim, rope_dim=rope) for heads, dim, rope in DIMS)
+    near = subject.nearest(size.build() for size in sizes)
     assert near.global_kv is not None
     expected = subject.run(near)
     subject.family.compare(subject, near, expected, subject.reference(near), 1.0)
@@ -127,6 +132,17 @@ SIZES = (
     ),
     AttentionRecipe(
         BatchRecipe((1, 1), (63, 255), decode=True), num_heads=65, head_dim=24, sliding_window=128, compress_ratio=0
+    ),
+    AttentionRecipe(
+        BatchRecipe((2,), (200,), page_tokens=64),
+        cache_layout="released",
+        num_heads=2,
+        head_dim=512,
+        rope_dim=64,
+        sliding_window=128,
+        compress_ratio=2,
+        index_topk=70,
+        pattern="valid",
     ),
     AttentionRecipe(
         BatchRecipe((2,), (200,), page_tokens=64), "float32", 64, 512, 64, 128, 2, 70, pattern="valid", sink=1.0

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minideepinfer.cache.layouts import cache_layout
 from minideepinfer.testing import strategies
 from minideepinfer.testing.bounds import index_scores
 from minideepinfer.testing.contract import Conformance, Outputs, Relation, Tolerance, Violation
 from minideepinfer.testing.families.indexer_cases import CASES, EDGES
 from minideepinfer.testing.families.indexer_large import LARGE
-from minideepinfer.testing.recipes.batch import move_pages
+from minideepinfer.testing.recipes.batch import move_pages, without_nan
 from minideepinfer.testing.recipes.indexer import IndexerCase
 from minideepinfer.testing.relations import EVERYWHERE, OWN_MEMORY, later_tokens, other_chunks, unread_memory
 from minideepinfer.testing.subject import Subject
@@ -31,8 +32,8 @@ def _outputs(subject: Subject, operator: Any, case: IndexerCase) -> Outputs:
 
 def _widen(case: IndexerCase) -> IndexerCase:
     problem = replace(case.problem, dtype="float32", cache_layout="float32")
-    wide = {name: getattr(case, name).float() for name in ("q", "head_weights", "index_keys")}
-    return replace(case, problem=problem, **wide)
+    keys = cache_layout(case.problem.cache_layout).index.decode(case.index_keys, torch.float32)
+    return replace(case, problem=problem, q=case.q.float(), head_weights=case.head_weights.float(), index_keys=keys)
 
 
 def _compare(
@@ -122,7 +123,8 @@ def two_levels(subject: Subject, case: IndexerCase) -> None:
 
 
 def _clean(case: IndexerCase) -> IndexerCase:
-    return replace(case, q=case.q.nan_to_num(2.0), index_keys=case.index_keys.nan_to_num(2.0))
+    keys = without_nan(case.index_keys, cache_layout(case.problem.cache_layout).index, 2.0)
+    return replace(case, q=case.q.nan_to_num(2.0), index_keys=keys)
 
 
 FAMILY = Conformance(
@@ -144,6 +146,7 @@ FAMILY = Conformance(
         Relation("two-levels", "candidates ignored, numbered by entry, or without the newest block", two_levels),
     ),
     cases=(*CASES, *LARGE),
+    packs=True,
     tolerances=(
         *(
             Tolerance(

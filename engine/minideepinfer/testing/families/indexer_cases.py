@@ -47,6 +47,10 @@ EDGES = (
     IndexerRecipe(_LONG, num_heads=3, head_dim=32, topk=6, kv_quantization="released"),
     IndexerRecipe(_LONG, role="source", num_heads=2, head_dim=64, numbers="few", kv_quantization="released"),
     IndexerRecipe(_THREE, role="reindex", head_dim=32, candidate_topk_blocks=6, kv_quantization="released"),
+    IndexerRecipe(_LONG, "float32", 3, 64, topk=6, kv_quantization="released", cache_layout="released"),
+    IndexerRecipe(
+        _THREE, "float32", 2, 32, 2, 4, "source", numbers="few", kv_quantization="released", cache_layout="released"
+    ),
     IndexerRecipe(_LONG, role="reindex", named="none"),
     IndexerRecipe(_LONG, role="reindex", named="all", candidate_topk_blocks=20, topk=9, numbers="few", num_heads=2),
     IndexerRecipe(_LONG, num_heads=3, topk=6, q_amplitude=1e15, key_amplitude=1e15),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from minideepinfer.testing.contract import ExplicitCase, Violation
 from minideepinfer.testing.families.indexer_cases import DIMS
-from minideepinfer.testing.recipes.batch import BatchRecipe, renumber_pages
+from minideepinfer.testing.recipes.batch import PACKED, BatchRecipe, renumber_pages
 from minideepinfer.testing.recipes.far import past_int32
 from minideepinfer.testing.recipes.indexer import IndexerCase, IndexerRecipe
 from minideepinfer.testing.relations import tile_borders
@@ -73,7 +74,15 @@ def _overlap(found: Tensor, wanted: Tensor) -> float:
 def far_pages(subject: Subject) -> None:
     """The same keys in pages past 2^31 elements give the same selection."""
     batch = BatchRecipe(seqlens=(2, 3), context_lens=(40, 70), page_tokens=16)
-    near = subject.nearest(IndexerRecipe(batch, subject.narrowest, *dims, topk=9, seed=3).build() for dims in DIMS)
+    recipe = IndexerRecipe(batch, subject.narrowest, topk=9, seed=3)
+    sizes = [replace(recipe, num_heads=heads, head_dim=dim) for heads, dim in DIMS]
+    _far_pages(subject, sizes)
+    if PACKED in subject.cache_layouts:
+        _far_pages(subject, [size.packed() for size in sizes if size.head_dim % 32 == 0])
+
+
+def _far_pages(subject: Subject, sizes: Sequence[IndexerRecipe]) -> None:
+    near = subject.nearest(size.build() for size in sizes)
     expected = subject.run(near)
     subject.family.compare(subject, near, expected, subject.reference(near), 1.0)
     pool = past_int32(near.index_keys, subject.device)
@@ -104,6 +113,14 @@ SIZES = (
         candidate_topk_blocks=17,
         candidate_block_size=16,
         numbers="few",
+    ),
+    IndexerRecipe(
+        BatchRecipe((2,), (300,), page_tokens=64),
+        head_dim=128,
+        compress_ratio=2,
+        topk=70,
+        kv_quantization="released",
+        cache_layout="released",
     ),
     IndexerRecipe(BatchRecipe((2,), (300,), page_tokens=64), num_heads=32, head_dim=128, compress_ratio=2, topk=70),
 )

@@ -9,14 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minideepinfer.cache.layouts import CacheLayout, cache_layout
 from minideepinfer.operators import TOKEN_INDICES, AttentionProblem, Batch, Selection
+from minideepinfer.quantization import qdq_fp8, qdq_nvfp4
 from minideepinfer.testing.recipes.batch import (
-    CACHE_LAYOUTS,
     GARBAGE,
     NAN,
     NO_REQUESTS,
+    PACKED,
+    PLAIN,
     BatchRecipe,
     facts,
+    layout_name,
     locate,
     num_pages,
     split_requests,
@@ -30,7 +34,7 @@ PATTERNS = ("mixed", "valid", "front", "behind", "none", "newest", "one")
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """One attention call."""
+    """One attention call; rings and pool are in the problem's cache layout."""
 
     problem: AttentionProblem
     batch: Batch
@@ -48,6 +52,11 @@ class AttentionCase:
     def units(self) -> int:
         """Requests."""
         return self.batch.num_requests
+
+    @property
+    def layout(self) -> CacheLayout:
+        """Of rings and pool."""
+        return cache_layout(self.problem.cache_layout)
 
     def run(self, operator: Any) -> Tensor:
         """Call an operator."""
@@ -74,11 +83,11 @@ class AttentionCase:
     def split(self) -> tuple[tuple[AttentionCase, Tensor], tuple[AttentionCase, Tensor]]:
         """Two steps instead of one: the first rows of each request, written to the rings before the rest follows."""
         (head, first), (tail, rest) = split_requests(self.batch)
-        ring = self.window_ring.clone()
+        ring, entries = self.window_ring.clone(), self.layout.window.encode(self.window_new)
         for row in first.tolist():
             if (position := int(self.batch.positions[row])) >= 0:
                 request = int(self.batch.request_ids[row])
-                ring[self.batch.ring_table[request], position % ring.shape[1]] = self.window_new[row]
+                ring[self.batch.ring_table[request], position % ring.shape[1]] = entries[row]
         return (self._rows(head, first), first), (replace(self._rows(tail, rest), window_ring=ring), rest)
 
     def _rows(self, batch: Batch, rows: Tensor) -> AttentionCase:
@@ -94,17 +103,16 @@ class AttentionCase:
         """All keys of a row, window first, in float64 `[N, D]`."""
         batch, problem = self.batch, self.problem
         request = int(batch.request_ids[row])
-        keys = []
-        for position in window_positions(batch, problem.sliding_window, row):
-            offset = position - batch.context_lens[request]
-            if offset >= 0:
-                keys.append(self.window_new[int(batch.cu_seqlens[request]) + offset])
-            else:
-                keys.append(self.window_ring[int(batch.ring_table[request]), position % self.window_ring.shape[1]])
+        context, ring = batch.context_lens[request], self.window_ring[int(batch.ring_table[request])]
+        window = window_positions(batch, problem.sliding_window, row)
+        slots = [position % len(ring) for position in window if position < context]
+        new = [int(batch.cu_seqlens[request]) + position - context for position in window if position >= context]
+        keys = [self.layout.window.decode(ring[slots], torch.float32), self.window_new[new]]
         if self.selection is not None and self.global_kv is not None:
-            for entry in selected_entries(batch, self.selection, problem.compress_ratio, row):
-                keys.append(self.global_kv[locate(batch, request, entry, problem.compress_ratio)])
-        return torch.stack(keys).double() if keys else torch.empty(0, problem.head_dim, dtype=torch.float64)
+            entries = selected_entries(batch, self.selection, problem.compress_ratio, row)
+            rows = [self.global_kv[locate(batch, request, entry, problem.compress_ratio)] for entry in entries]
+            keys += [self.layout.main.decode(torch.stack(rows), torch.float32)] if rows else []
+        return torch.cat([part.double() for part in keys])
 
 
 def selected_entries(batch: Batch, selection: Selection, ratio: int, row: int) -> list[int]:
@@ -139,6 +147,17 @@ def fill_readable(case: AttentionCase, generator: torch.Generator, amplitude: fl
                 case.global_kv[place] = torch.randn(problem.head_dim, generator=generator) * amplitude
 
 
+def _packed(case: AttentionCase) -> AttentionCase:
+    """The call with its keys rounded and packed; NaN stays NaN."""
+    layout, pool = case.layout, case.global_kv
+    return replace(
+        case,
+        window_new=qdq_fp8(case.window_new),
+        window_ring=layout.window.encode(qdq_fp8(case.window_ring)),
+        global_kv=None if pool is None else layout.main.encode(qdq_nvfp4(pool)),
+    )
+
+
 @dataclass(frozen=True)
 class AttentionRecipe:
     """Makes an attention call; the field names are those of `AttentionProblem` where it has them.
@@ -151,6 +170,7 @@ class AttentionRecipe:
         sink: size of the sink logits; None = no sink.
         q_amplitude: standard deviation of q.
         kv_amplitude: standard deviation of the keys.
+        cache_layout: `plain`; or `released`: keys are rounded as the model was trained (head_dim a multiple of 32).
         seed: of all numbers.
     """
 
@@ -168,6 +188,7 @@ class AttentionRecipe:
     sink: float | None = None
     q_amplitude: float = 1.0
     kv_amplitude: float = 1.0
+    cache_layout: str = PLAIN
     seed: int = 0
 
     def build(self) -> AttentionCase:
@@ -193,17 +214,21 @@ class AttentionRecipe:
             scale=self.head_dim**-0.5,
         )
         fill_readable(case, generator, self.kv_amplitude)
-        return case
+        return case if self.cache_layout == PLAIN else _packed(case)
+
+    def packed(self) -> AttentionRecipe:
+        """The recipe with pools of bytes, if its dims allow that."""
+        return self if self.head_dim % 32 else replace(self, cache_layout=PACKED)
 
     def problem(self, batch: Batch) -> AttentionProblem:
         """What the operator is told of a batch of this recipe."""
         dtype = getattr(torch, self.dtype)
         names = ("num_heads", "head_dim", "rope_dim", "sliding_window", "compress_ratio", "index_topk")
         return AttentionProblem(
-            **facts(dtype, batch.phase),
+            **facts(dtype, batch.phase) | {"kv_quantization": "none" if self.cache_layout == PLAIN else "released"},
             **{name: getattr(self, name) for name in names},
             page_tokens=batch.page_tokens,
-            cache_layout=CACHE_LAYOUTS[dtype],
+            cache_layout=layout_name(self.cache_layout, dtype),
             selection_layout=TOKEN_INDICES,
         )
 

@@ -9,17 +9,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minideepinfer.cache.layouts import EntryFormat
 from minideepinfer.operators import Batch, BuildContext, OperatorOptions, Phase
 
 CPU = torch.device("cpu")
 GARBAGE = 2_147_480_000
 NAN = float("nan")
-CACHE_LAYOUTS = {torch.float32: "float32", torch.bfloat16: "bf16"}
+PLAIN = "plain"
+"""In recipes: the cache layout that holds numbers in the compute dtype."""
+PACKED = "released"
+"""In recipes: the cache layout of packed bytes."""
 
 
 def context(problem: Any) -> BuildContext:
     """What `build` gets on the CPU."""
     return BuildContext(problem, OperatorOptions(), CPU)
+
+
+def layout_name(layout: str, dtype: torch.dtype) -> str:
+    """What problems call a recipe's cache layout."""
+    return {torch.float32: "float32", torch.bfloat16: "bf16"}[dtype] if layout == PLAIN else layout
+
+
+def without_nan(pool: Tensor, entries: EntryFormat, number: float) -> Tensor:
+    """A pool with a number wherever a channel of an entry is NaN."""
+    return entries.encode(entries.decode(pool, torch.float32).nan_to_num(number))
 
 
 def facts(dtype: torch.dtype, phase: Phase = Phase.PREFILL, activation_quantization: str = "none") -> dict[str, Any]:

@@ -9,14 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minideepinfer.cache.layouts import cache_layout
 from minideepinfer.operators import TOKEN_INDICES, Batch, IndexerProblem
 from minideepinfer.quantization import qdq_mxfp4
 from minideepinfer.testing.recipes.batch import (
-    CACHE_LAYOUTS,
     NAN,
     NO_REQUESTS,
+    PACKED,
+    PLAIN,
     BatchRecipe,
     facts,
+    layout_name,
     num_pages,
     split_requests,
     take_requests,
@@ -27,7 +30,10 @@ ROLES = ("plain", "source", "reindex")
 
 @dataclass(frozen=True)
 class IndexerCase:
-    """One indexer call; `exact` = its numbers are small integers, so that every score is exact."""
+    """One indexer call, keys in the problem's cache layout.
+
+    `exact` = its numbers are small integers, so that every score is exact.
+    """
 
     problem: IndexerProblem
     batch: Batch
@@ -70,7 +76,8 @@ class IndexerCase:
         visible = int(self.batch.visible_entries(self.problem.compress_ratio)[row])
         entries, per_page = torch.arange(visible), self.index_keys.shape[1]
         pages = self.batch.block_table[self.batch.request_ids[row]].long()[entries // per_page]
-        return self.index_keys[pages, entries % per_page].double()
+        keys = self.index_keys[pages, entries % per_page]
+        return cache_layout(self.problem.cache_layout).index.decode(keys, torch.float32).double()
 
 
 @dataclass(frozen=True)
@@ -85,6 +92,7 @@ class IndexerRecipe:
         positive_weights: whether head weights are all positive.
         q_amplitude: standard deviation of q where numbers are normal.
         key_amplitude: the same for keys.
+        cache_layout: `plain`; or `released`, which needs `kv_quantization: released`.
         kv_quantization: `released`: queries and keys are MXFP4 numbers, as in a model (head_dim a multiple of 32).
         named: which candidate blocks are given: any, with numbers that are no block's; `none`; or `all`, newest first.
         seed: of all numbers.
@@ -103,6 +111,7 @@ class IndexerRecipe:
     positive_weights: bool = False
     q_amplitude: float = 1.0
     key_amplitude: float = 1.0
+    cache_layout: str = PLAIN
     kv_quantization: str = "none"
     named: str = "any"
     seed: int = 0
@@ -133,6 +142,9 @@ class IndexerRecipe:
             seen = visible[batch.request_ids == request].tolist()
             for entry in range(max([*seen, 0])):
                 keys[pages[entry // per_page], entry % per_page] = vectors(amplitude=self.key_amplitude)
+        if self.cache_layout != PLAIN:  # groups of channels with scales of their own
+            factors = 2.0 ** torch.randint(-3, 4, (*keys.shape[:2], self.head_dim // 32, 1), generator=generator)
+            keys = (keys.unflatten(-1, (-1, 32)) * factors).flatten(-2).to(dtype)
         head_weights = numbers(batch.num_tokens, self.num_heads)
         candidates = torch.randint(-1, 26, (batch.num_tokens, self.candidate_topk_blocks), generator=generator).int()
         if self.named == "none":
@@ -144,10 +156,14 @@ class IndexerRecipe:
             batch=batch,
             q=q,
             head_weights=head_weights.abs() if self.positive_weights else head_weights,
-            index_keys=keys,
+            index_keys=keys if self.cache_layout == PLAIN else cache_layout(self.cache_layout).index.encode(keys),
             candidates=candidates if self.role == "reindex" else None,
             exact=self.numbers != "normal",
         )
+
+    def packed(self) -> IndexerRecipe:
+        """The recipe with keys in bytes, if its dims allow that."""
+        return self if self.head_dim % 32 else replace(self, cache_layout=PACKED, kv_quantization="released")
 
     def problem(self, batch: Batch) -> IndexerProblem:
         """What the operator is told of a batch of this recipe."""
@@ -159,6 +175,6 @@ class IndexerRecipe:
             emits_candidates=self.role == "source",
             uses_candidates=self.role == "reindex",
             page_tokens=batch.page_tokens,
-            cache_layout=CACHE_LAYOUTS[dtype],
+            cache_layout=layout_name(self.cache_layout, dtype),
             selection_layout=TOKEN_INDICES,
         )

@@ -50,7 +50,7 @@ def sum_counts(counts_ptr, totals_ptr, num_blocks, BLOCKS: tl.constexpr):
 )
 def sort_slots(
     ids_ptr, weights_ptr, counts_ptr, totals_ptr, sorted_tokens_ptr, row_weights_ptr, slot_rows_ptr, offsets_ptr,
-    tiles_ptr, num_slots, topk, expert_start, num_experts, num_blocks, max_tiles, tile_rows,
+    tiles_ptr, num_tiles_ptr, num_slots, topk, expert_start, num_experts, num_blocks, max_tiles, tile_rows,
     SMALL: tl.constexpr, BLOCK: tl.constexpr, EXPERTS: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """Place the slots of one block, or write TILES entries of the tile list; see `minideepinfer_moe.schedule`.
@@ -87,6 +87,8 @@ def sort_slots(
         parts = (totals + tile_rows - 1) // tile_rows
         heights = ((totals + parts * 8 - 1) // tl.maximum(parts * 8, 1)) * 8
         ends = tl.cumsum(parts, axis=0)
+        if block == num_blocks:
+            tl.store(num_tiles_ptr, tl.sum(parts, axis=0))
         owner = tl.sum((ends[None, :] <= tiles[:, None]).to(tl.int32), axis=1)
         used = owner < num_experts
         owner = tl.where(used, owner, 0)

@@ -55,12 +55,12 @@ def checkpoint(name: str) -> Path:
     return folder / "checkpoint"
 
 
-def make_runner(name: str, replay: str, **cache: Any) -> Runner:
-    """A runner in float32 without quantisation, with naive operators."""
+def make_runner(name: str, replay: str, kv_quantization: str = "none", **cache: Any) -> Runner:
+    """A runner in float32 without quantised activations, with naive operators."""
     config = {
         "dtype": "float32",
         "device": "cpu",
-        "kv_quantization": "none",
+        "kv_quantization": kv_quantization,
         "activation_quantization": "none",
         "replay": replay,
         "max_tokens_per_step": LONGEST,

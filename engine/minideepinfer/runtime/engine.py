@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import operator
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import count
-from typing import SupportsIndex
 
 import torch
 
@@ -18,13 +16,14 @@ from minideepinfer.cache.prefix_tree import PrefixTree
 from minideepinfer.errors import RequestError
 from minideepinfer.operators import Stage
 from minideepinfer.runtime.capture import Capture
+from minideepinfer.runtime.checks import check_params, checked_ids
 from minideepinfer.runtime.generation import Generation
 from minideepinfer.runtime.params import SamplingParams
 from minideepinfer.runtime.replay import replay_start
 from minideepinfer.runtime.request import LogitsKind, Request
 from minideepinfer.runtime.runner import RequestLogits, Runner
 from minideepinfer.runtime.scheduler import Scheduler
-from minideepinfer.runtime.statistics import Throughput, WorkCount
+from minideepinfer.runtime.statistics import CacheStatistics, Throughput, WorkCount
 
 
 class Engine:
@@ -61,6 +60,18 @@ class Engine:
         self._lock = threading.Lock()
         self._thread = threading.get_ident()
 
+    @property
+    def cache_statistics(self) -> CacheStatistics:
+        """What the caches take and what they saved so far, on this rank."""
+        cache, scheduler = self.runner.cache, self.scheduler
+        return CacheStatistics(
+            cache.num_bytes,
+            cache.page_bytes / scheduler.pages.page_tokens,
+            cache.ring_bytes,
+            None if self.prefixes is None else self.prefixes.statistics,
+            scheduler.memory.forks,
+        )
+
     def make_request(self, token_ids: Sequence[int], total: int, prompt: int, logits: LogitsKind) -> Request:
         """A request that passed every check and is not queued yet.
 
@@ -73,36 +84,17 @@ class Engine:
         Raises:
             RequestError: an id is not one of the model's text tokens, or the request can never run.
         """
-        known = [self._token_id(position, given) for position, given in enumerate(token_ids)]
+        known = checked_ids(token_ids, self.runner.config)
         request = Request(next(self._ids), known, prompt, total, logits)
         self.scheduler.check(request)
         return request
-
-    def _token_id(self, position: int, given: SupportsIndex) -> int:
-        vocab, image = self.runner.config.text_config.vocab_size, self.runner.config.image_token_id
-        try:
-            token_id = -1 if isinstance(given, bool) else operator.index(given)
-        except TypeError:
-            token_id = -1
-        if not 0 <= token_id < vocab:
-            raise RequestError(f"token {position} of the prompt is {given!r}; ids are integers 0..{vocab - 1}")
-        if token_id == image:
-            raise RequestError(f"token {position} of the prompt is the image token {image}; only text is run")
-        return token_id
 
     def make_generation(self, token_ids: Sequence[int], params: SamplingParams) -> Generation:
         """A checked request together with its sampling; see `make_request`."""
         known = len(token_ids)
         logits: LogitsKind = "last" if params.prompt_logprobs is None else "all"
         request = self.make_request(token_ids, known + params.max_tokens - 1, known, logits)
-        if params.stop and self.runner.tokenizer.backend is None:
-            raise RequestError("stop strings need a tokenizer, but the checkpoint has none; use stop_token_ids")
-        vocab = self.runner.config.text_config.vocab_size
-        if out := [i for i in params.stop_token_ids if not 0 <= i < vocab]:
-            raise RequestError(f"stop_token_ids {out} are outside the vocabulary of {vocab}")
-        eos = self.runner.config.eos_token_id
-        if params.min_tokens and len({*params.stop_token_ids, *([] if params.ignore_eos else [eos])}) == vocab:
-            raise RequestError(f"min_tokens is {params.min_tokens}, but every token ends the generation")
+        check_params(params, self.runner.config, self.runner.tokenizer)
         return self._generation(request, params)
 
     def _generation(self, request: Request, params: SamplingParams) -> Generation:

@@ -80,8 +80,11 @@ class Generation:
             elif position + 1 < self.request.num_prompt_tokens:
                 self._score(position + 1, row)
 
-    def output(self) -> RequestOutput:
+    def output(self, index: int = 0) -> RequestOutput:
         """The whole of what was generated.
+
+        Args:
+            index: which of the continuations of its prompt this is.
 
         Raises:
             RequestError: it has not ended.
@@ -96,6 +99,7 @@ class Generation:
             prompt_logprobs=None if self.params.prompt_logprobs is None else self.prompt_logprobs,
             num_prompt_tokens=self.request.num_prompt_tokens,
             num_generated_tokens=self.num_tokens,
+            index=index,
         )
 
     def follow(self, chunk: Chunk) -> None:

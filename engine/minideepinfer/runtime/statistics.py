@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from minideepinfer.cache.prefix_tree import PrefixStatistics
 from minideepinfer.config import TextConfig
 from minideepinfer.operators import Phase
+from minideepinfer.runtime.memory import ForkStatistics
 from minideepinfer.runtime.runner import StepShare
 
 
@@ -27,6 +29,25 @@ class Throughput:
         else:
             self.decode_tokens += tokens
             self.decode_seconds += seconds
+
+
+@dataclass(frozen=True)
+class CacheStatistics:
+    """The caches of this rank, and what they saved.
+
+    Attributes:
+        num_bytes: of all pools.
+        bytes_per_token: of global entries and index keys, in all KV sources.
+        bytes_per_ring: of the window entries and kept halves of pairs of a request, in all layers.
+        prefix: totals of the prefix cache; None = it is off.
+        forks: totals of requests that went on from others.
+    """
+
+    num_bytes: int
+    bytes_per_token: float
+    bytes_per_ring: int
+    prefix: PrefixStatistics | None
+    forks: ForkStatistics
 
 
 @dataclass

@@ -149,7 +149,7 @@ def test_stored_bytes_are_equal_after_identical_inputs(replay: str) -> None:
     runners = runner_in("released", replay), runner_in("released", replay), runner_in("bf16", replay)
     assert runners[0].cache.main[1].dtype == torch.uint8
     total, compared = Counter[str](), 0
-    for seed in range(8):
+    for seed in range(5):
         one, other, plain = lives = [Life(r, seed, places) for r, places in zip(runners, (0, 1 + seed, 0), strict=True)]
         for found in zip(*lives, strict=True):
             own, elsewhere, unpacked = found

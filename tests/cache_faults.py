@@ -94,6 +94,18 @@ def a_hit_runs_a_window_too_few_again(patch: MonkeyPatch) -> None:
     patch.setattr(engine, "replay_start", late)
 
 
+def the_window_before_the_tail_is_not_rebuilt(patch: MonkeyPatch) -> None:
+    """As it was until this machine came: the candidate source reads a whole window before the decoder's first row."""
+
+    def late(config: Any, kind: str, hit: int, prompt: int) -> int:
+        first, tail = replay.replay_start(config, kind, hit, prompt), replay.tail_rows(config, kind)
+        if tail is None or not first:
+            return first
+        return max(0, min(hit, prompt - tail) - (config.sliding_window - 1) * config.candidate_source_layer_id)
+
+    patch.setattr(engine, "replay_start", late)
+
+
 def engram_forgets_the_tokens_before_a_hit(patch: MonkeyPatch) -> None:
     history = batching._history
 
@@ -165,6 +177,7 @@ FAULTS: tuple[Fault, ...] = (
     replayed_rows_write_shared_entries,
     a_hit_runs_no_row_again,
     a_hit_runs_a_window_too_few_again,
+    the_window_before_the_tail_is_not_rebuilt,
     engram_forgets_the_tokens_before_a_hit,
     a_rejected_row_overwrites_a_ring_slot_that_is_needed,
     a_pending_pair_is_not_restored,
@@ -175,3 +188,5 @@ FAULTS: tuple[Fault, ...] = (
     a_fork_does_not_copy_its_ring,
     pages_of_an_aborted_request_leak,
 )
+IN_HALO_ONLY = (the_window_before_the_tail_is_not_rebuilt,)
+"""Faults that are none in other kinds of replay."""

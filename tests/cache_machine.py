@@ -145,19 +145,20 @@ def published(tree: PrefixTree) -> Iterator[tuple[tuple[int, ...], Any]]:
 class CacheMachine(RuleBasedStateMachine):
     """Drives an engine; `seen` counts what happened, over all machines of a run."""
 
-    def __init__(self, seen: Counter[str], fresh: bool = False) -> None:
+    def __init__(self, seen: Counter[str], choices: Sequence[Setting] = SETTINGS, fresh: bool = False) -> None:
         """Start without an engine.
 
         Args:
             seen: counts.
+            choices: how an engine may be run.
             fresh: load a runner for each machine, since what it is made of was changed.
         """
         super().__init__()
-        self.seen, self.fresh = seen, fresh
+        self.seen, self.choices, self.fresh = seen, choices, fresh
 
-    @initialize(setting=st.sampled_from(SETTINGS))
-    def start(self, setting: Setting) -> None:
-        self.setting = setting
+    @initialize(data=st.data())
+    def start(self, data: st.DataObject) -> None:
+        self.setting = setting = _pick(data, self.choices)
         self.runner = (_runner.__wrapped__ if self.fresh else _runner)(setting)
         self.engine = Engine(self.runner)
         self.scheduler, self.pages, self.tree = self.engine.scheduler, self.engine.scheduler.pages, self.engine.prefixes

@@ -31,7 +31,7 @@ from torch import Tensor
 T = TypeVar("T")
 
 TOLERANCE = 1e-5
-POOL_TOKENS, RINGS, BLOCK = 120, 4, 5
+POOL_TOKENS, RINGS, BLOCK = 144, 5, 5
 STEM = 46
 BUDGETS = st.sampled_from([2, 5, 8, 13, 21, 34, LONGEST])
 
@@ -245,7 +245,7 @@ class CacheMachine(RuleBasedStateMachine):
         return [s for s in self.alive if s.request.num_computed_tokens - s.final >= depth]
 
     @precondition(lambda self: self.engine.busy)
-    @rule(data=st.data(), seeds=st.lists(st.integers(20, 29), min_size=1, max_size=2))
+    @rule(data=st.data(), seeds=st.lists(st.integers(20, 29), min_size=1, max_size=3))
     def fork(self, data: st.DataObject, seeds: list[int]) -> None:
         """Let others go on from what a request knows: at once, or from the end of its prompt."""
         parent = _pick(data, self.alive)

@@ -22,7 +22,7 @@ FAULTY = settings(
 TOLD = "^(logits|tree|pages|rings|requests): |^DID NOT RAISE .*RequestError"
 """What the machine says about a fault, in its own words."""
 ENOUGH = ("rollbacks", "forks: forks", "prefixes: hits", "prefixes: evicted_pages", "aborts")
-"""Each must happen in every second machine or more often."""
+"""Each must happen in every third machine or more often."""
 
 
 def run(profile: settings, **options: Any) -> Counter[str]:
@@ -35,7 +35,7 @@ def check(profile: settings) -> None:
     seen = run(profile)
     measured.lines.append("cache machine: " + ", ".join(f"{number} {name}" for name, number in seen.items()))
     assert seen["machines"] >= profile.max_examples
-    assert all(2 * seen[what] >= profile.max_examples for what in ENOUGH), seen
+    assert all(3 * seen[what] >= profile.max_examples for what in ENOUGH), seen
     assert seen["rows excluded"] <= 0.01 * seen["rows"]
     assert seen["pages excluded"] <= 0.01 * seen["pages compared"]
 

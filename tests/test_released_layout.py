@@ -185,13 +185,12 @@ def test_naive_indexer_alone(recipe: IndexerRecipe, head_dim: int) -> None:
         assert torch.equal(found[1], expected[1])
 
 
-def test_fused_operators_refuse_it_and_the_plan_says_why() -> None:
-    """On the hardware that they are made for; `auto` then takes naive ones."""
+def test_the_fused_indexer_refuses_it_and_the_plan_says_why() -> None:
+    """On the hardware that fused operators are made for; `auto` then takes the naive one."""
     config = EngineConfig(cache={"layout": "released"}, device="cpu", dtype="bfloat16")
     problems = layer_problems(ModelConfig.from_file(directory_of("tiny")), config, "cuda", (9, 0))
     plan = resolve(load_registry(), config, problems)
-    for family in ("attention", "indexer"):
-        chosen = {planned.registered.name for key, planned in plan.operators.items() if key[0] == family}
-        assert chosen == {"naive"}
-        told = [line for line in plan.rejection_lines() if f"{family}:fused" in line or "fused" in line]
-        assert any("has cache layout released, needs float32 or bf16" in line for line in told), plan.rejection_lines()
+    for family, wanted in (("attention", "fused"), ("indexer", "naive")):
+        assert {p.registered.name for key, p in plan.operators.items() if key[0] == family} == {wanted}
+    told = [line for line in plan.rejection_lines() if "has cache layout released, needs float32 or bf16" in line]
+    assert told and all("fused" in line for line in told), plan.rejection_lines()

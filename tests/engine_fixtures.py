@@ -118,7 +118,7 @@ def play(
     pages = PageAllocator(cache.num_pages, cache.page_tokens)
     scheduler = Scheduler(pages, cache.max_requests, 1, text.max_position_embeddings, 1 + text.dspark_block_size)
     rng.shuffle(pages._free)
-    rng.shuffle(scheduler._free_rings)
+    rng.shuffle(scheduler.memory._free_rings)
     played = Played(capture=Capture(capture))
     coming = dict(enumerate(arrivals))
     while coming or scheduler.waiting or scheduler.running:

@@ -7,8 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,6 @@ from minideepinfer import LLM
 from minideepinfer.cli.generate import DEFAULT_PROMPT
 from minideepinfer.cli.main import main
 from minideepinfer.operators import FAMILIES, Stage
-from minideepinfer.runtime.outputs import Chunk
 
 SQLITE = json.loads((Path(__file__).parent / "data" / "trained" / "golden.json").read_text())["greedy"]["sqlite3-open"]
 EXACT = ["--set", "dtype=float32", "--set", "device=cpu", "--set", "kv_quantization=none"]
@@ -57,6 +54,26 @@ def test_json_holds_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert sum(row["milliseconds"] for row in data["stages"]) == pytest.approx(1e3 * seconds, rel=0.05)
     assert data["peak_memory_bytes"] > 1 << 20
     assert {row["family"] for row in data["plan"]} == set(FAMILIES)
+    assert data["work"] == {"encoder_rows": 11, "decoder_rows": 11, "layer_rows": 110}
+    assert data["prefix"] is None
+    assert data["other_continuations"] == []
+
+
+def test_continuations_share_the_prompt(capsys: pytest.CaptureFixture[str]) -> None:
+    sampled = ("--max-tokens", "6", "--temperature", "1", "--ignore-eos", "--seed")
+    data = data_of(capsys, "--n", "3", *sampled, "4")
+    others = data["other_continuations"]
+    assert [data["token_ids"], *(other["token_ids"] for other in others)] == [
+        data_of(capsys, *sampled, seed)["token_ids"] for seed in ("4", "5", "6")
+    ]
+    assert data["prefill_tokens"] == 8 and data["decode_tokens"] == 15
+    assert data["forks"] == {"forks": 2, "shared_pages": 0, "copied_pages": 2, "started_over": 0}
+    assert main(["generate", *EXACT, "--n", "3", *sampled, "4", "--set", "cache.prefix=true"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines.index(f"[1] {others[0]['text']}".splitlines()[0]) > 0
+    assert "prefix cache: 0 hits of 1 prompts, 0 of 8 tokens; 0 pages evicted" in lines
+    assert "forks: 2, 0 pages shared, 2 copied; 0 started over" in lines
+    assert any(line.startswith("caches: ") and line.endswith(" bytes a request") for line in lines)
 
 
 def test_ids_sampling_and_stop_are_passed_on(capsys: pytest.CaptureFixture[str]) -> None:
@@ -74,6 +91,7 @@ def test_ids_sampling_and_stop_are_passed_on(capsys: pytest.CaptureFixture[str])
         (["--ids", "0,99999"], "token 1 of the prompt is 99999"),
         (["--ids", "0,4"], "is the image token 4"),
         (["--temperature", "-1"], "sampling parameters: temperature"),
+        (["--n", "0"], "sampling parameters: n: "),
         (["--max-tokens", "5000"], "the model has 1024"),
         (["--model", "/nowhere"], "/nowhere"),
         (["--set", "cache.pages=3"], "unknown key"),
@@ -121,13 +139,14 @@ def test_ctrl_c_ends_cleanly_and_keeps_what_came() -> None:
 
 
 def test_ctrl_c_still_gives_data(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    run = LLM.stream
+    run, steps = LLM.step, iter(range(3))
 
-    def interrupted(llm: LLM, *arguments: Any) -> Iterator[Chunk]:
-        yield from islice(run(llm, *arguments), 3)
-        raise KeyboardInterrupt
+    def interrupted(llm: LLM) -> bool:
+        if next(steps, None) is None:
+            raise KeyboardInterrupt
+        return run(llm)
 
-    monkeypatch.setattr(LLM, "stream", interrupted)
+    monkeypatch.setattr(LLM, "step", interrupted)
     assert main(["generate", "--json", *EXACT]) == 130
     out, err = capsys.readouterr()
     data = json.loads(out)

@@ -43,6 +43,26 @@ def push(generation: Generation, favourite: int) -> Chunk:
     return generation.chunks.popleft()
 
 
+@given(st.data())
+def test_a_fork_has_all_that_was_produced_and_goes_on_alike(data: st.DataObject) -> None:
+    stops = data.draw(st.lists(st.sampled_from(["ab", "ba", "aab", "ca", "€", "x"]), max_size=2))
+    params = SamplingParams(max_tokens=9, stop=tuple(stops), logprobs=1, stop_token_ids=(5,), min_tokens=2)
+    script = data.draw(st.lists(st.integers(0, SPARE), min_size=9, max_size=9))
+    at = data.draw(st.integers(0, 8))
+    generation, other = start(params), None
+    expected: list[Chunk] = []
+    for number, favourite in enumerate(script):
+        if number == at and generation.finish_reason is None:
+            other = generation.fork(generation.request.twin(1), 3)
+            assert not other.chunks and other.params.seed == 3
+        if generation.finish_reason is None:
+            expected.append(push(generation, favourite))
+    if other is not None:
+        assert (other.finish_reason, other.token_ids) == (None, generation.token_ids[:at]), "the first one is not it"
+        assert [push(other, favourite) for favourite in script[at : len(expected)]] == expected[at:]
+        assert other.output() == generation.output()
+
+
 def play(params: SamplingParams, script: list[int]) -> tuple[list[Chunk], RequestOutput]:
     """Feed a script until the generation ends; the spare token where the script is over."""
     generation, chunks = start(params), []

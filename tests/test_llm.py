@@ -40,7 +40,7 @@ def small() -> Iterator[LLM]:
 def nothing_is_left_behind(llm: LLM, small: LLM) -> Iterator[None]:
     yield
     for scheduler in (llm.engine.scheduler, small.engine.scheduler):
-        assert scheduler.running == scheduler.waiting == ()
+        assert scheduler.running == scheduler.waiting == scheduler.pending_forks == ()
         assert scheduler.pages.num_free == scheduler.pages.num_pages
 
 
@@ -263,6 +263,17 @@ def test_the_last_position_can_be_used(llm: LLM) -> None:
         (lambda llm: llm.generate(["a"], [3]), "params is a int"),
         (lambda llm: llm.generate("a", SamplingParams(stop_token_ids=[9999])), r"stop_token_ids \[9999\] are outside"),
         (lambda llm: llm.stream(["a"]), "token 0 of the prompt is 'a'"),
+        (
+            lambda llm: llm.stream("a", SamplingParams(n=2)),
+            "n is 2, which is for generate; here, start one and fork it 1",
+        ),
+        (
+            lambda llm: llm.start("a", SamplingParams(n=3)),
+            "n is 3, which is for generate; here, start one and fork it 2",
+        ),
+        (lambda llm: llm.start("a", 3), "params is a int"),
+        (lambda llm: llm.fork(3), "generation is a int; what LLM.start or LLM.fork returned is needed"),
+        (lambda llm: llm.abort("a"), "generation is a str"),
         (lambda llm: llm.forward(3), "sequences is a int"),
         (lambda llm: llm.forward("abc"), "sequences is a str"),
         (lambda llm: llm.forward([0, 1]), "a prompt is a int"),
@@ -278,6 +289,62 @@ def test_the_last_position_can_be_used(llm: LLM) -> None:
 def test_wrong_arguments_are_refused(llm: LLM, call: Any, message: str) -> None:
     with pytest.raises(RequestError, match=message):
         call(llm)
+
+
+SAMPLED = SamplingParams(max_tokens=7, temperature=0.9, ignore_eos=True, seed=11)
+
+
+def test_continuations_are_requests_with_the_next_seeds(llm: LLM, small: LLM) -> None:
+    prompts, params = [PROMPT, PROMPT[:5]], [SAMPLED.model_copy(update={"n": 3}), SAMPLED]
+    wanted = [llm.generate(PROMPT, SAMPLED.seeded(seed))[0] for seed in (11, 12, 13)]
+    wanted.append(llm.generate(PROMPT[:5], SAMPLED)[0])
+    for model in (llm, small):  # the second one has two rings
+        found = model.generate(prompts, params)
+        assert [output.index for output in found] == [0, 1, 2, 0]
+        assert [(o.token_ids, o.text) for o in found] == [(o.token_ids, o.text) for o in wanted]
+    assert len({tuple(output.token_ids) for output in wanted[:3]}) == 3
+
+
+def test_handles_run_together_and_fork_in_the_middle(llm: LLM) -> None:
+    wanted = llm.generate([PROMPT, PROMPT[:5]], SAMPLED)
+    first, other = llm.start(PROMPT, SAMPLED), llm.start(PROMPT[:5], SAMPLED)
+    for _ in range(3):
+        assert llm.step()
+    assert (first.num_tokens, first.finish_reason) == (3, None)
+    same, different = llm.fork(first, 2, [11, 12])
+    (own,) = llm.fork(first)
+    given_up = llm.fork(other)[0]
+    llm.abort(given_up)
+    while llm.step():
+        pass
+    assert not llm.step(), "nothing is left to do"
+    assert first.output() == wanted[0]
+    assert same.output().token_ids == wanted[0].token_ids and same.output().text == wanted[0].text
+    assert other.output() == wanted[1]
+    assert different.token_ids[:3] == own.token_ids[:3] == wanted[0].token_ids[:3]
+    assert given_up.token_ids == wanted[1].token_ids[:3]
+    assert different.token_ids != wanted[0].token_ids
+    assert given_up.output().finish_reason == "abort"
+    assert "".join(chunk.text for chunk in first.chunks) == wanted[0].text
+    with pytest.raises(RequestError, match="has ended"):
+        llm.fork(first)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((0,), "n is 0; a number of forks, at least 1"),
+        ((True,), "n is True"),
+        ((2, [1]), "1 seeds were given for 2 forks"),
+        ((1, ["x"]), "sampling parameters: seed"),
+        ((1, 5), "seeds is a int"),
+    ],
+)
+def test_wrong_forks_are_refused(llm: LLM, arguments: tuple[Any, ...], message: str) -> None:
+    generation = llm.start(PROMPT, SAMPLED)
+    with pytest.raises(RequestError, match=message):
+        llm.fork(generation, *arguments)
+    llm.abort(generation)
 
 
 def test_a_step_that_fails_gives_up_what_it_ran_and_the_model_goes_on(
@@ -317,7 +384,7 @@ def test_close_frees_the_model_and_later_calls_say_so() -> None:
         next(stream)
     with pytest.raises(MiniDeepInferError, match="this LLM was closed"):
         next(stream)
-    for call in (lambda: llm.forward([[0]]), lambda: llm.generate("a"), lambda: llm.stream("a")):
+    for call in (lambda: llm.forward([[0]]), lambda: llm.generate("a"), lambda: llm.stream("a"), llm.step):
         with pytest.raises(MiniDeepInferError, match="this LLM was closed"):
             call()
     llm.close()

@@ -19,6 +19,7 @@ from minideepinfer import LLM, EngineConfig, RequestError, SamplingParams
 from minideepinfer.checkpoint.size import rank_summaries
 from minideepinfer.checkpoint.verify import directory_of
 from minideepinfer.runtime.coordinator import Coordinator
+from minideepinfer.runtime.generation import Generation
 from rank_worlds import Worlds
 from torch import Tensor
 
@@ -144,6 +145,46 @@ def test_streams_come_and_go_at_different_steps(llm: LLM, alone: LLM) -> None:
     for i, stream in streams.items():
         assert [token for chunk in stream for token in chunk.token_ids] == wanted[i][1:]
     assert not llm.engine.busy
+
+
+@either
+def test_continuations_are_those_of_one_rank(llm: LLM, alone: LLM) -> None:
+    params = SamplingParams(max_tokens=6, temperature=0.9, seed=3, n=3, logprobs=1, prompt_logprobs=1)
+    prompts = [PROMPT, PROMPT[:4], PROMPT[:6]]
+    for found, wanted in zip(llm.generate(prompts, params), alone.generate(prompts, params), strict=True):
+        assert (found.token_ids, found.text, found.index) == (wanted.token_ids, wanted.text, wanted.index)
+        for name in ("logprobs", "prompt_logprobs"):
+            theirs, ours = getattr(wanted, name), getattr(found, name)
+            assert [entry or {} for entry in ours] == [pytest.approx(entry or {}, abs=1e-4) for entry in theirs]
+
+
+@either
+def test_forks_run_where_their_parent_runs(llm: LLM, alone: LLM) -> None:
+    """Of prompts and in the middle, on rank 0 and away, more than there are rings for, some given up."""
+    engine = llm.engine
+    assert isinstance(engine, Coordinator)
+    params = SamplingParams(max_tokens=8, temperature=0.9, seed=3, ignore_eos=True, logprobs=0)
+
+    def rank(generation: Generation) -> int:
+        return engine._away.get(generation.request.request_id, (0, None))[0]
+
+    parents = [llm.start(PROMPT[: 3 + i], params) for i in range(4)]
+    forks = [(i, 10, fork) for i, parent in enumerate(parents) for fork in llm.fork(parent, 1, [10])]
+    assert all(rank(fork) == rank(parents[i]) for i, _, fork in forks)
+    for _ in range(3):
+        llm.step()
+    middle = [(i, parent) for i, parent in enumerate(parents) if 0 < parent.num_tokens < 8]
+    assert {rank(parent) == 0 for _, parent in middle} == {True, False}, "some on rank 0, some away"
+    forks += [(i, 3, fork) for i, parent in middle for fork in llm.fork(parent, 2, [3, 3])]
+    llm.abort(parents[0])
+    llm.abort(forks.pop(1)[2])
+    while llm.step():
+        pass
+    assert not engine._generations and not engine._away
+    for i, seed, fork in [*forks, *((i, 3, parent) for i, parent in enumerate(parents[1:], 1))]:
+        wanted, found = alone.generate(PROMPT[: 3 + i], params.seeded(seed))[0], fork.output()
+        assert (found.token_ids, found.text, found.finish_reason) == (wanted.token_ids, wanted.text, "length")
+        assert found.logprobs == [pytest.approx(entry, abs=1e-4) for entry in wanted.logprobs or []]
 
 
 @either

@@ -99,6 +99,24 @@ def test_too_much_and_the_prompt_are_refused() -> None:
     assert played.request.num_computed_tokens == len(played.request.token_ids) == total - block
 
 
+def test_going_back_again_and_again_reaches_no_further() -> None:
+    """Slots of the ring behind the first place were reused by then: what lay there is gone."""
+    prompt, rest = text_tokens("tiny-a", 1, 40), text_tokens("tiny-a", 3, 9)
+    block = runner_of("tiny-a").config.text_config.dspark_block_size
+    draft, least = text_tokens("tiny-a", 2, 2 * block), 40 + block
+    plain = Played("tiny-a", prompt)
+    plain.extend(draft[:block])
+    expected = plain.extend(rest)
+    played = Played("tiny-a", prompt)
+    played.extend(draft[:block])
+    played.extend(draft[block:])
+    played.scheduler.truncate(played.request, least + 1)
+    with pytest.raises(RequestError, match=f"cannot go back to {least - 1} tokens; .* {least} to {least + 1} tokens"):
+        played.scheduler.truncate(played.request, least - 1)
+    played.scheduler.truncate(played.request, least)
+    assert torch.equal(played.extend(rest), expected)
+
+
 def test_taking_back_what_is_known_but_not_computed() -> None:
     played = Played("tiny-a", text_tokens("tiny-a", 1, 40))
     played.request.token_ids += [5, 6]

@@ -24,6 +24,27 @@ def draws(logits: torch.Tensor, number: int, **params: Any) -> list[int]:
     return [sampler.sample(logits) for _ in range(number)]
 
 
+@given(st.integers(0, 20), st.integers(0, 9), st.sampled_from([0.0, 0.7]))
+def test_draws_that_were_made_are_left_out(number: int, seed: int, temperature: float) -> None:
+    logits = torch.linspace(-1, 1, 50)
+    params = SamplingParams(seed=seed, temperature=temperature)
+    later = Sampler(params, num_drawn=number)
+    assert [later.sample(logits) for _ in range(5)] == draws(logits, number + 5, **params.model_dump())[number:]
+
+
+def test_seeds_of_continuations() -> None:
+    assert SamplingParams(n=3, seed=7).seeds == [7, 8, 9]
+    assert SamplingParams(n=2).seeds == [None, None]
+    assert SamplingParams(n=3, seed=7, stop="a", max_tokens=9).seeded(1) == SamplingParams(
+        seed=1, stop="a", max_tokens=9
+    )
+    assert SamplingParams(n=2, seed=2**63 - 2).seeds[-1] == 2**63 - 1
+    with pytest.raises(RequestError, match="leaves no seeds for n = 3 continuations"):
+        SamplingParams(n=3, seed=2**63 - 2)
+    with pytest.raises(RequestError, match="n: "):
+        SamplingParams(n=0)
+
+
 def test_greedy_takes_the_lower_id_among_ties() -> None:
     assert draws(torch.tensor([1.0, 3.0, 3.0, -1.0]), 2) == [1, 1]
 

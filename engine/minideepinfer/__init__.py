@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         RequestError,
         VerificationError,
     )
+    from minideepinfer.runtime.generation import Generation
     from minideepinfer.runtime.llm import LLM
     from minideepinfer.runtime.outputs import Chunk, RequestOutput
     from minideepinfer.runtime.params import SamplingParams
@@ -37,6 +38,7 @@ _HOMES = {
         "RequestError",
         "VerificationError",
     ),
+    "minideepinfer.runtime.generation": ("Generation",),
     "minideepinfer.runtime.llm": ("LLM",),
     "minideepinfer.runtime.outputs": ("Chunk", "RequestOutput"),
     "minideepinfer.runtime.params": ("SamplingParams",),
@@ -50,6 +52,7 @@ __all__ = [
     "Chunk",
     "ConfigError",
     "EngineConfig",
+    "Generation",
     "MiniDeepInferError",
     "ModelConfig",
     "OperatorError",

@@ -97,8 +97,35 @@ class KVCache:
         self.main[layer_id][entries.pages, entries.places] = self.layout.main.encode(main)
         self.index_keys[layer_id][entries.pages, entries.places] = self.layout.index.encode(index_keys)
 
+    def copy_ring(self, source: int, target: int) -> None:
+        """Copy the window entries and kept halves of pairs of all layers from one ring to another."""
+        for pool in self._by_ring:
+            pool[target] = pool[source]
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Copy the global entries and index keys of all KV sources from one page to another."""
+        for pool in self._by_page:
+            pool[target] = pool[source]
+
+    @property
+    def _by_ring(self) -> list[Tensor]:
+        return [*self.window, *self.pending.values()]
+
+    @property
+    def _by_page(self) -> list[Tensor]:
+        return [*self.main.values(), *self.index_keys.values()]
+
+    @property
+    def ring_bytes(self) -> int:
+        """Bytes of a ring in all layers, kept halves of pairs included."""
+        return sum(pool[0].nbytes for pool in self._by_ring)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page in all KV sources."""
+        return sum(pool[0].nbytes for pool in self._by_page)
+
     @property
     def num_bytes(self) -> int:
         """Bytes of all pools."""
-        pools = [*self.window, *self.main.values(), *self.index_keys.values(), *self.pending.values()]
-        return sum(pool.numel() * pool.element_size() for pool in pools)
+        return sum(pool.nbytes for pool in (*self._by_ring, *self._by_page))

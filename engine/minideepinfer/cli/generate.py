@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from minideepinfer.cli.options import add_engine_options, engine_config
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from minideepinfer.runtime.params import SamplingParams
 
 DEFAULT_PROMPT = "The sqlite3_open() function"
+
+
+_HELP = {"n": "continuations; the prompt is computed once for all of them"}
 
 
 def add_parser(subparsers: Any) -> None:
@@ -35,8 +39,8 @@ def add_parser(subparsers: Any) -> None:
     sampling = parser.add_argument_group("sampling; a parameter left out has the default of SamplingParams")
     for name, kind in (("max-tokens", int), ("min-tokens", int), ("temperature", float), ("top-p", float)):
         sampling.add_argument(f"--{name}", type=kind, metavar="N")
-    for name in ("top-k", "seed", "logprobs"):
-        sampling.add_argument(f"--{name}", type=int, metavar="N")
+    for name in ("top-k", "seed", "logprobs", "n"):
+        sampling.add_argument(f"--{name}", type=int, metavar="N", help=_HELP.get(name))
     sampling.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be repeated")
     sampling.add_argument("--ignore-eos", action="store_true", default=None, help="go on behind the end token")
     add_engine_options(parser)
@@ -84,8 +88,8 @@ def _run(args: argparse.Namespace) -> int:
         timer.reset()
         if not args.json:
             print("\n".join(llm.engine.runner.plan.lines()), end="\n\n")
-        chunks, interrupted = _stream(llm, prompt, params, quiet=args.json)
-        report = _report(llm, chunks, timer)
+        continuations, interrupted = _continue(llm, prompt, params, quiet=args.json)
+        report = _report(llm, continuations, timer)
         if args.json:
             print(json.dumps(report, indent=1))
         else:
@@ -113,11 +117,18 @@ def _progress() -> Progress:
     )
 
 
-def _stream(llm: LLM, prompt: str | list[int], params: SamplingParams, *, quiet: bool) -> tuple[list[Chunk], bool]:
-    """Chunks until the end or Ctrl-C, and which of the two it was; text appears as it comes."""
-    chunks: list[Chunk] = []
-    has_text = llm.engine.runner.tokenizer.backend is not None
-    stream = llm.stream(prompt, params)
+def _continue(
+    llm: LLM, prompt: str | list[int], params: SamplingParams, *, quiet: bool
+) -> tuple[list[list[Chunk]], bool]:
+    """Chunks of each continuation until the end or Ctrl-C, and which of the two it was.
+
+    The text of the first one appears as it comes, that of the others behind it.
+    """
+    seed, *seeds = params.seeds
+    generations = [llm.start(prompt, params.seeded(seed))]
+    generations += llm.fork(generations[0], len(seeds), seeds) if seeds else []
+    continuations: list[list[Chunk]] = [[] for _ in generations]
+    has_text, interrupted = llm.engine.runner.tokenizer.backend is not None, False
     if not quiet and isinstance(prompt, str):
         print(prompt, end="", flush=True)
     try:
@@ -126,44 +137,63 @@ def _stream(llm: LLM, prompt: str | list[int], params: SamplingParams, *, quiet:
             llm.engine.on_step = lambda request: progress.update(
                 task, completed=request.num_computed_tokens, total=request.num_prompt_tokens
             )
-            chunks.append(next(stream))
+            while not generations[0].chunks:
+                llm.step()
         llm.engine.on_step = None
-        _show(chunks[0], has_text, quiet)
-        for chunk in stream:
-            chunks.append(chunk)
-            _show(chunk, has_text, quiet)
+        while llm.engine.busy or any(generation.chunks for generation in generations):
+            for chunks, generation in zip(continuations, generations, strict=True):
+                while generation.chunks:
+                    chunks.append(generation.chunks.popleft())
+                    if not quiet and generation is generations[0]:
+                        print(_shown(chunks[-1], has_text), end="", flush=True)
+            llm.step()
     except KeyboardInterrupt:
-        return chunks, True
+        interrupted = True
     finally:
-        stream.close()
+        for generation in generations:
+            llm.abort(generation)
         if not quiet:
             print(flush=True)
-    return chunks, False
+    for index, chunks in enumerate([] if quiet else continuations[1:], 1):
+        print(f"[{index}] " + "".join(_shown(chunk, has_text) for chunk in chunks))
+    return continuations, interrupted
 
 
-def _show(chunk: Chunk, has_text: bool, quiet: bool) -> None:
-    if not quiet:
-        print(chunk.text if has_text else "".join(f"{i} " for i in chunk.token_ids), end="", flush=True)
+def _shown(chunk: Chunk, has_text: bool) -> str:
+    return chunk.text if has_text else "".join(f"{i} " for i in chunk.token_ids)
 
 
-def _report(llm: LLM, chunks: list[Chunk], timer: Any) -> dict[str, Any]:
+def _report(llm: LLM, continuations: list[list[Chunk]], timer: Any) -> dict[str, Any]:
     engine = llm.engine
-    totals, runner = engine.throughput, engine.runner
+    totals, runner, caches = engine.throughput, engine.runner, engine.cache_statistics
+    first, *others = [_joined(chunks) for chunks in continuations]
     return {
-        "text": "".join(chunk.text for chunk in chunks),
-        "token_ids": [token_id for chunk in chunks for token_id in chunk.token_ids],
-        "finish_reason": chunks[-1].finish_reason if chunks else None,
-        "logprobs": [entry for chunk in chunks for entry in chunk.logprobs or []],
+        **first,
+        "other_continuations": others,
         "stages": [vars(row) for row in timer.table()],
         "prefill_tokens": totals.prefill_tokens,
         "prefill_tokens_per_s": totals.prefill_tokens / totals.prefill_seconds if totals.prefill_seconds else None,
         "decode_tokens": totals.decode_tokens,
         "decode_tokens_per_s": totals.decode_tokens / totals.decode_seconds if totals.decode_seconds else None,
+        "work": asdict(engine.work),
         "peak_memory_bytes": _peak_memory(runner.device.type),
-        "cache_bytes": runner.cache.num_bytes,
+        "cache_bytes": caches.num_bytes,
+        "cache_bytes_per_token": caches.bytes_per_token,
+        "cache_bytes_per_ring": caches.bytes_per_ring,
+        "prefix": None if caches.prefix is None else asdict(caches.prefix),
+        "forks": asdict(caches.forks),
         "checkpoint_bytes_read": runner.bytes_read,
         "checkpoint_bytes_skipped": runner.skipped_bytes,
         "plan": runner.plan.to_dict()["operators"],
+    }
+
+
+def _joined(chunks: list[Chunk]) -> dict[str, Any]:
+    return {
+        "text": "".join(chunk.text for chunk in chunks),
+        "token_ids": [token_id for chunk in chunks for token_id in chunk.token_ids],
+        "finish_reason": chunks[-1].finish_reason if chunks else None,
+        "logprobs": [entry for chunk in chunks for entry in chunk.logprobs or []],
     }
 
 
@@ -199,3 +229,19 @@ def _print_report(report: dict[str, Any]) -> None:
     print(f"peak memory: {peak / 2**20:.0f} MiB" if peak else "peak memory: unknown", end="; ")
     read, skipped = report["checkpoint_bytes_read"], report["checkpoint_bytes_skipped"]
     print(f"read {read / 1e6:.1f} MB of the checkpoint, skipped {skipped / 1e6:.1f} MB (draft and vision)")
+    _print_caches(report)
+
+
+def _print_caches(report: dict[str, Any]) -> None:
+    size, token, ring = (report[f"cache_bytes{part}"] for part in ("", "_per_token", "_per_ring"))
+    print(f"caches: {size / 2**20:.0f} MiB, {token:.0f} bytes a token and {ring} bytes a request")
+    if prefix := report["prefix"]:
+        print(
+            f"prefix cache: {prefix['hits']} hits of {prefix['lookups']} prompts, {prefix['hit_tokens']} of "
+            f"{prefix['lookup_tokens']} tokens; {prefix['evicted_pages']} pages evicted"
+        )
+    if any((forks := report["forks"]).values()):
+        print(
+            f"forks: {forks['forks']}, {forks['shared_pages']} pages shared, {forks['copied_pages']} copied; "
+            f"{forks['started_over']} started over"
+        )

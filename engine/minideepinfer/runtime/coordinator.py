@@ -20,16 +20,31 @@ from minideepinfer.runtime.runner import RequestLogits, Runner
 
 
 @dataclass(frozen=True)
-class Orders:
-    """What rank 0 wants of another rank before a step.
+class Start:
+    """Queue a request. Without sampling its logits are wanted."""
 
-    Attributes:
-        start: requests, each with its sampling; None = its logits are wanted.
-        drop: ids of requests that were given up.
-    """
+    request: Request
+    params: SamplingParams | None
 
-    start: list[tuple[Request, SamplingParams | None]] = field(default_factory=list)
-    drop: list[int] = field(default_factory=list)
+
+@dataclass(frozen=True)
+class Fork:
+    """Let a generation go on from another one."""
+
+    parent_id: int
+    child_id: int
+    seed: int | None
+
+
+@dataclass(frozen=True)
+class Drop:
+    """Forget a request, which was given up."""
+
+    request_id: int
+
+
+Order = Start | Fork | Drop
+"""What rank 0 wants of another rank before a step."""
 
 
 @dataclass(frozen=True)
@@ -101,8 +116,8 @@ class Coordinator(Engine):
             self._world.broadcast(None)
         self._world.close()
 
-    def _no_orders(self) -> list[Orders]:
-        return [Orders() for _ in range(self._world.size)]
+    def _no_orders(self) -> list[list[Order]]:
+        return [[] for _ in range(self._world.size)]
 
     def _add(self, request: Request, params: SamplingParams | None) -> None:
         rank = 0 if self._at_home else min(range(self._world.size), key=self._tokens_left)
@@ -110,17 +125,26 @@ class Coordinator(Engine):
             self.scheduler.add(request)
         else:
             self._away[request.request_id] = rank, request
-            self._orders[rank].start.append((request, params))
+            self._orders[rank].append(Start(request, params))
+
+    def _fork(self, parent: Generation, child: Generation) -> None:
+        parent_id, child_id = parent.request.request_id, child.request.request_id
+        if parent_id in self._away:
+            rank, _ = self._away[parent_id]
+            self._away[child_id] = rank, child.request
+            self._orders[rank].append(Fork(parent_id, child_id, child.params.seed))
+        else:
+            super()._fork(parent, child)
 
     def _drop(self, request_id: int) -> None:
         if request_id in self._away:
             rank, _ = self._away.pop(request_id)
-            self._orders[rank].drop.append(request_id)
+            self._orders[rank].append(Drop(request_id))
         else:
             self.scheduler.abort(request_id)
 
     def _tokens_left(self, rank: int) -> int:
-        own = [*self.scheduler.running, *self.scheduler.waiting]
+        own = [*self.scheduler.running, *self.scheduler.waiting, *self.scheduler.pending_forks]
         theirs = [request for place, request in self._away.values() if place == rank]
         return sum(request.max_total_tokens - request.num_computed_tokens for request in (theirs if rank else own))
 
@@ -160,21 +184,27 @@ class Worker(Engine):
         """
         world = self.runner.world
         with world.together():
-            orders: list[Orders] | None = []
+            orders: list[list[Order]] | None = []
             while (orders := world.broadcast(orders)) is not None:
-                self._obey(orders[world.rank])
+                for order in orders[world.rank]:
+                    self._obey(order)
                 world.gather([self._news(*item) for item in self._step(None)])
         world.close()
 
-    def _obey(self, orders: Orders) -> None:
-        for request, params in orders.start:
-            if params is None:
-                self._add(request, None)
-            else:
+    def _obey(self, order: Order) -> None:
+        match order:
+            case Start(request, params) if params is not None:
                 self.start(self._generation(request, params))
-        for request_id in orders.drop:
-            self._generations.pop(request_id, None)
-            self._drop(request_id)
+            case Start(request, _):
+                self._add(request, None)
+            case Fork(parent_id, child_id, seed):
+                parent = self._generations[parent_id]
+                child = parent.fork(parent.request.twin(child_id), seed)
+                self._fork(parent, child)
+                self._generations[child_id] = child
+            case Drop(request_id):
+                self._generations.pop(request_id, None)
+                self._drop(request_id)
 
     def _news(self, result: RequestLogits, generation: Generation | None) -> News:
         request = result.request

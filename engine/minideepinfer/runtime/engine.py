@@ -2,47 +2,28 @@
 
 from __future__ import annotations
 
-import operator
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import count
-from typing import SupportsIndex
 
 import torch
 
 from minideepinfer.cache.pages import PageAllocator
 from minideepinfer.cache.prefix_tree import PrefixTree
 from minideepinfer.errors import RequestError
-from minideepinfer.operators import Phase, Stage
+from minideepinfer.operators import Stage
 from minideepinfer.runtime.capture import Capture
+from minideepinfer.runtime.checks import check_params, checked_ids
 from minideepinfer.runtime.generation import Generation
 from minideepinfer.runtime.params import SamplingParams
 from minideepinfer.runtime.replay import replay_start
 from minideepinfer.runtime.request import LogitsKind, Request
 from minideepinfer.runtime.runner import RequestLogits, Runner
 from minideepinfer.runtime.scheduler import Scheduler
-
-
-@dataclass
-class Throughput:
-    """Rows of all ranks and seconds, by phase; a step with any prefill row counts as prefill."""
-
-    prefill_tokens: int = 0
-    prefill_seconds: float = 0.0
-    decode_tokens: int = 0
-    decode_seconds: float = 0.0
-
-    def add(self, phase: Phase, tokens: int, seconds: float) -> None:
-        """Count a step."""
-        if phase == Phase.PREFILL:
-            self.prefill_tokens += tokens
-            self.prefill_seconds += seconds
-        else:
-            self.decode_tokens += tokens
-            self.decode_seconds += seconds
+from minideepinfer.runtime.statistics import CacheStatistics, Throughput, WorkCount
 
 
 class Engine:
@@ -52,6 +33,7 @@ class Engine:
         runner: the loaded model.
         scheduler: who runs when.
         throughput: totals since the start.
+        work: likewise, rows x layers.
         prefixes: global entries of earlier prompts; None = not kept.
         on_step: called with each request that a step has advanced, for progress bars.
     """
@@ -69,13 +51,26 @@ class Engine:
             decode_rows=1 + text.dspark_block_size,
             prefixes=self.prefixes,
             replay_start=partial(replay_start, text, config.replay),
+            copies=runner.cache,
         )
-        self.throughput = Throughput()
+        self.throughput, self.work = Throughput(), WorkCount()
         self.on_step: Callable[[Request], None] | None = None
         self._generations: dict[int, Generation] = {}
         self._ids = count()
         self._lock = threading.Lock()
         self._thread = threading.get_ident()
+
+    @property
+    def cache_statistics(self) -> CacheStatistics:
+        """What the caches take and what they saved so far, on this rank."""
+        cache, scheduler = self.runner.cache, self.scheduler
+        return CacheStatistics(
+            cache.num_bytes,
+            cache.page_bytes / scheduler.pages.page_tokens,
+            cache.ring_bytes,
+            None if self.prefixes is None else self.prefixes.statistics,
+            scheduler.memory.forks,
+        )
 
     def make_request(self, token_ids: Sequence[int], total: int, prompt: int, logits: LogitsKind) -> Request:
         """A request that passed every check and is not queued yet.
@@ -89,43 +84,25 @@ class Engine:
         Raises:
             RequestError: an id is not one of the model's text tokens, or the request can never run.
         """
-        known = [self._token_id(position, given) for position, given in enumerate(token_ids)]
+        known = checked_ids(token_ids, self.runner.config)
         request = Request(next(self._ids), known, prompt, total, logits)
         self.scheduler.check(request)
         return request
-
-    def _token_id(self, position: int, given: SupportsIndex) -> int:
-        vocab, image = self.runner.config.text_config.vocab_size, self.runner.config.image_token_id
-        try:
-            token_id = -1 if isinstance(given, bool) else operator.index(given)
-        except TypeError:
-            token_id = -1
-        if not 0 <= token_id < vocab:
-            raise RequestError(f"token {position} of the prompt is {given!r}; ids are integers 0..{vocab - 1}")
-        if token_id == image:
-            raise RequestError(f"token {position} of the prompt is the image token {image}; only text is run")
-        return token_id
 
     def make_generation(self, token_ids: Sequence[int], params: SamplingParams) -> Generation:
         """A checked request together with its sampling; see `make_request`."""
         known = len(token_ids)
         logits: LogitsKind = "last" if params.prompt_logprobs is None else "all"
         request = self.make_request(token_ids, known + params.max_tokens - 1, known, logits)
-        if params.stop and self.runner.tokenizer.backend is None:
-            raise RequestError("stop strings need a tokenizer, but the checkpoint has none; use stop_token_ids")
-        vocab = self.runner.config.text_config.vocab_size
-        if out := [i for i in params.stop_token_ids if not 0 <= i < vocab]:
-            raise RequestError(f"stop_token_ids {out} are outside the vocabulary of {vocab}")
-        eos = self.runner.config.eos_token_id
-        if params.min_tokens and len({*params.stop_token_ids, *([] if params.ignore_eos else [eos])}) == vocab:
-            raise RequestError(f"min_tokens is {params.min_tokens}, but every token ends the generation")
+        check_params(params, self.runner.config, self.runner.tokenizer)
         return self._generation(request, params)
 
     def _generation(self, request: Request, params: SamplingParams) -> Generation:
         return Generation(request, params, self.runner.tokenizer, self.runner.config.eos_token_id)
 
-    def _queue(self, request: Request, params: SamplingParams | None) -> None:
-        """Queue a request, unless another thread has work here: its steps would take this one's tokens."""
+    @contextmanager
+    def _by_one_thread(self) -> Iterator[None]:
+        """Refuses while another thread has work here: its steps would take this one's tokens."""
         with self._lock:
             if self.busy and self._thread != threading.get_ident():
                 raise RequestError(
@@ -133,7 +110,7 @@ class Engine:
                     "those first, hand all prompts to one generate call, or put a lock around the calls"
                 )
             self._thread = threading.get_ident()
-            self._add(request, params)
+            yield
 
     @property
     def busy(self) -> bool:
@@ -142,6 +119,9 @@ class Engine:
 
     def _add(self, request: Request, params: SamplingParams | None) -> None:
         self.scheduler.add(request)
+
+    def _fork(self, parent: Generation, child: Generation) -> None:
+        self.scheduler.fork(parent.request, child.request)
 
     def _drop(self, request_id: int) -> None:
         self.scheduler.abort(request_id)
@@ -152,12 +132,52 @@ class Engine:
         Raises:
             RequestError: another thread has requests running.
         """
-        self._queue(generation.request, generation.params)
+        with self._by_one_thread():
+            self._add(generation.request, generation.params)
         self._generations[generation.request.request_id] = generation
 
+    def fork(self, generation: Generation, seeds: Sequence[int | None]) -> list[Generation]:
+        """Let further generations go on from what one has produced; see `Scheduler.fork` for what they share.
+
+        They have the tokens, text and log-probabilities that it has now, and its limits: `max_tokens` counts what they
+        were given. While it waits or is in its prompt, they wait for the prompt to be computed; when it is given up
+        before, they compute it themselves.
+
+        Args:
+            generation: waits or runs here.
+            seeds: one for each; None = it draws by itself.
+
+        Raises:
+            RequestError: it has ended or was not started here, a seed cannot be, or another thread has requests
+                running; nothing was forked.
+        """
+        self._check_runs(generation, "forked")
+        with self._by_one_thread():
+            children = [generation.fork(generation.request.twin(next(self._ids)), seed) for seed in seeds]
+            for child in children:
+                self._fork(generation, child)
+                self._generations[child.request.request_id] = child
+        return children
+
+    def _check_runs(self, generation: Generation, what: str) -> None:
+        request = generation.request
+        if generation.finish_reason is not None:
+            raise RequestError(
+                f"request {request.request_id}: has ended ({generation.finish_reason}) and cannot be {what}; start "
+                "another one with its tokens as the prompt"
+            )
+        if self._generations.get(request.request_id) is not generation:
+            raise RequestError(f"request {request.request_id}: was not started on this model and cannot be {what}")
+
     def abort(self, generation: Generation) -> None:
-        """Give a generation up; a finished one is left alone."""
-        if self._generations.pop(generation.request.request_id, None) is not None:
+        """Give a generation up; a finished one is left alone. Its forks go on.
+
+        Raises:
+            RequestError: it was not started here.
+        """
+        if generation.finish_reason is None:
+            self._check_runs(generation, "given up")
+            del self._generations[generation.request.request_id]
             self._drop(generation.request.request_id)
             generation.abort()
 
@@ -190,7 +210,7 @@ class Engine:
             for item in scheduled:
                 self.scheduler.publish(item.request)
             with clock.stage("sampling"):
-                delivered = [(result, self._deliver(result)) for result in results]
+                delivered = [pair for result in results for pair in self._deliver(result)]
         if self.runner.device.type == "cuda":
             torch.cuda.synchronize(self.runner.device)
         if self.on_step is not None:
@@ -198,6 +218,7 @@ class Engine:
                 self.on_step(item.request)
         phase, tokens = max(share.phase for share in shares), sum(s.num_tokens for s in shares)  # "decode" < "prefill"
         self.throughput.add(phase, tokens, time.perf_counter() - begin)
+        self.work.add(shares, self.runner.config.text_config)
         return delivered
 
     def score(self, requests: Sequence[Request], recorder: Capture | None = None) -> dict[int, list[torch.Tensor]]:
@@ -210,7 +231,8 @@ class Engine:
         unfinished: set[int] = set()
         try:
             for request in requests:
-                self._queue(request, None)
+                with self._by_one_thread():
+                    self._add(request, None)
                 unfinished.add(request.request_id)
             while unfinished:
                 for result in self.step(recorder):
@@ -223,17 +245,35 @@ class Engine:
         return pieces
 
     def _abandon(self) -> None:
-        for request in self.scheduler.running:
+        """Give up what ran, and the forks that were to come of it."""
+        forks = [child for child in self.scheduler.pending_forks if child.parent in self.scheduler.running]
+        for request in (*forks, *self.scheduler.running):
             self.scheduler.abort(request.request_id)
             if generation := self._generations.pop(request.request_id, None):
                 generation.abort()
 
-    def _deliver(self, result: RequestLogits) -> Generation | None:
-        generation = self._generations.get(result.request.request_id)
-        if generation is not None:
-            generation.accept(result.positions, result.logits)
-        if result.request.all_computed if generation is None else generation.finish_reason is not None:
-            self._generations.pop(result.request.request_id, None)
-            self.scheduler.publish(result.request, complete=True)
-            self.scheduler.finish(result.request)
-        return generation
+    def _deliver(self, result: RequestLogits) -> list[tuple[RequestLogits, Generation | None]]:
+        """Give a generation its logits, and the last of them to forks that waited for the end of its prompt."""
+        request = result.request
+        generation = self._generations.get(request.request_id)
+        delivered = [(result, generation)]
+        if generation is None:
+            if request.all_computed:
+                self._leave(request)
+            return delivered
+        generation.accept(result.positions, result.logits)
+        for child in self.scheduler.branch(request):
+            twin = self._generations[child.request_id]
+            twin.prompt_logprobs = list(generation.prompt_logprobs)
+            twin.accept(result.positions[-1:], result.logits[-1:])
+            delivered.append((RequestLogits(child, result.positions[-1:], result.logits[-1:]), twin))
+        for given, owner in delivered:
+            if owner is not None and owner.finish_reason is not None:
+                self._leave(given.request)
+        return delivered
+
+    def _leave(self, request: Request) -> None:
+        self._generations.pop(request.request_id, None)
+        if request.ring is not None:
+            self.scheduler.publish(request, complete=True)
+        self.scheduler.abort(request.request_id)

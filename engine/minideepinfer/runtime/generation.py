@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Iterable
 
 from torch import Tensor
 
+from minideepinfer.errors import RequestError
 from minideepinfer.runtime.outputs import Chunk, FinishReason, Logprobs, RequestOutput
 from minideepinfer.runtime.params import SamplingParams
 from minideepinfer.runtime.request import Request
@@ -19,9 +21,10 @@ class Generation:
 
     Attributes:
         request: its place in the scheduler.
-        chunks: what was produced and not yet taken by a stream.
+        params: its sampling and stopping.
+        chunks: what was produced and not yet taken by a stream; of a fork, what came since.
         prompt_logprobs: as in `RequestOutput`, as far as they are known.
-        finish_reason: None while it runs.
+        finish_reason: None while it waits or runs.
     """
 
     def __init__(self, request: Request, params: SamplingParams, tokenizer: Tokenizer, eos_token_id: int) -> None:
@@ -46,6 +49,24 @@ class Generation:
         """How many were generated so far."""
         return len(self.request.token_ids) - self.request.num_prompt_tokens
 
+    def fork(self, request: Request, seed: int | None) -> Generation:
+        """Another generation from all that this one has produced, with other draws from here on.
+
+        Args:
+            request: has the same tokens.
+            seed: it draws what a generation with this seed draws for tokens at the same place; None = by itself.
+
+        Raises:
+            RequestError: the seed cannot be.
+        """
+        other = copy.copy(self)
+        other.request, other.params = request, self.params.seeded(seed)
+        other.chunks = deque()
+        other._sampler = Sampler(other.params, num_drawn=self.num_tokens)
+        other._text, other._detokenizer = copy.copy(self._text), self._detokenizer.copy()
+        other._logprobs, other.prompt_logprobs = list(self._logprobs), list(self.prompt_logprobs)
+        return other
+
     def accept(self, positions: range, logits: Tensor) -> None:
         """Take a step's logits: score prompt tokens, and sample where the last known token was computed.
 
@@ -54,16 +75,22 @@ class Generation:
             logits: float32 `[len(positions), vocab]`.
         """
         for position, row in zip(positions, logits, strict=True):
-            known = position + 1 < len(self.request.token_ids)
-            if known and self.params.prompt_logprobs is not None:
-                token_id = self.request.token_ids[position + 1]
-                self.prompt_logprobs.append(log_probabilities(row, token_id, self.params.prompt_logprobs))
-            elif not known:
+            if position + 1 == len(self.request.token_ids):
                 self._extend(row)
+            elif position + 1 < self.request.num_prompt_tokens:
+                self._score(position + 1, row)
 
-    def output(self) -> RequestOutput:
-        """The whole of what was generated."""
-        assert self.finish_reason is not None
+    def output(self, index: int = 0) -> RequestOutput:
+        """The whole of what was generated.
+
+        Args:
+            index: which of the continuations of its prompt this is.
+
+        Raises:
+            RequestError: it has not ended.
+        """
+        if self.finish_reason is None:
+            raise RequestError(f"request {self.request.request_id}: has not ended yet; step until finish_reason is set")
         return RequestOutput(
             token_ids=self.token_ids,
             text=self._text.shown,
@@ -72,6 +99,7 @@ class Generation:
             prompt_logprobs=None if self.params.prompt_logprobs is None else self.prompt_logprobs,
             num_prompt_tokens=self.request.num_prompt_tokens,
             num_generated_tokens=self.num_tokens,
+            index=index,
         )
 
     def follow(self, chunk: Chunk) -> None:
@@ -85,6 +113,12 @@ class Generation:
     def abort(self) -> None:
         """End without a further token."""
         self._emit([], self._complete_text(self._detokenizer.finish()), "abort")
+
+    def _score(self, position: int, logits: Tensor) -> None:
+        known = position < len(self.prompt_logprobs)  # from before it started over
+        if self.params.prompt_logprobs is not None and not known:
+            token_id = self.request.token_ids[position]
+            self.prompt_logprobs.append(log_probabilities(logits, token_id, self.params.prompt_logprobs))
 
     def _extend(self, logits: Tensor) -> None:
         early = self.num_tokens < self.params.min_tokens

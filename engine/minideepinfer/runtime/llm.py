@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, TypeVar, overload
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
@@ -15,19 +14,24 @@ from torch import Tensor
 from minideepinfer.config import EngineConfig
 from minideepinfer.errors import ConfigError, MiniDeepInferError, RequestError
 from minideepinfer.operators import StageClock
-from minideepinfer.runtime.capture import Capture
 from minideepinfer.runtime.coordinator import Coordinator, Worker
 from minideepinfer.runtime.engine import Engine
 from minideepinfer.runtime.generation import Generation
+from minideepinfer.runtime.inputs import (
+    Prompt,
+    as_generation,
+    as_ids,
+    as_params,
+    as_prompts,
+    as_recorder,
+    as_seeds,
+    as_sequences,
+    naming,
+)
 from minideepinfer.runtime.outputs import Chunk, RequestOutput
 from minideepinfer.runtime.params import SamplingParams
 from minideepinfer.runtime.runner import Runner
 from minideepinfer.runtime.world import join
-
-Prompt = str | Sequence[int]
-"""Text, or token ids that are taken as given."""
-
-_Item = TypeVar("_Item")
 
 
 class LLM:
@@ -87,7 +91,7 @@ class LLM:
 
     @property
     def engine(self) -> Engine:
-        """Runner, scheduler and throughput.
+        """Runner, scheduler and statistics.
 
         Raises:
             MiniDeepInferError: the model was closed.
@@ -154,21 +158,13 @@ class LLM:
                 nothing.
         """
         engine = self.engine
-        listed = []
-        for index, ids in enumerate(_list(sequences, "sequences", "a list of lists of token ids")):
-            with _naming(f"sequence {index}"):
-                listed.append(_ids(ids))
-        prompts = [len(ids) for ids in listed]
-        if num_prompt_tokens is not None:
-            prompts = _list(num_prompt_tokens, "num_prompt_tokens", "a list of numbers")
-        if len(prompts) != len(listed) or not all(isinstance(number, int) for number in prompts):
-            raise RequestError(f"num_prompt_tokens is {prompts}; {len(listed)} integers are needed, one per sequence")
+        listed = as_sequences(sequences, num_prompt_tokens)
         if logits not in ("all", "kept"):
             raise RequestError(f"logits is {logits!r}; `all` or `kept` is needed")
-        recorder = None if capture is None else _recorder(capture)
+        recorder = None if capture is None else as_recorder(capture)
         requests = []
-        for index, (ids, prompt) in enumerate(zip(listed, prompts, strict=True)):
-            with _naming(f"sequence {index}"):
+        for index, (ids, prompt) in enumerate(listed):
+            with naming(f"sequence {index}"):
                 requests.append(engine.make_request(ids, len(ids), prompt, logits))
         pieces = engine.score(requests, recorder)
         results = [torch.cat(pieces[request.request_id]) for request in requests]
@@ -187,27 +183,89 @@ class LLM:
             params: for all prompts, or one for each.
 
         Returns:
-            One output per prompt, in order.
+            One output per prompt, in order; with `n` in its parameters, n of them, one after the other.
 
         Raises:
             RequestError: a prompt or its parameters cannot be served; nothing was run.
         """
         engine = self.engine
-        listed = _as_prompts(prompts)
-        each = _as_params(params, len(listed))
+        listed = as_prompts(prompts)
+        each = as_params(params, len(listed))
         generations = []
         for index, (prompt, p) in enumerate(zip(listed, each, strict=True)):
-            with _naming(f"prompt {index}"):
+            with naming(f"prompt {index}"):
                 generations.append(self._generation(prompt, p))
+        started: list[tuple[int, Generation]] = []
         try:
             for generation in generations:
                 engine.start(generation)
-            while any(generation.finish_reason is None for generation in generations):
+                started.append((0, generation))
+                started += enumerate(engine.fork(generation, generation.params.seeds[1:]), 1)
+            while any(generation.finish_reason is None for _, generation in started):
                 engine.step()
         finally:
-            for generation in generations:
+            for _, generation in started:
                 engine.abort(generation)
-        return [generation.output() for generation in generations]
+        return [generation.output(index) for index, generation in started]
+
+    def start(self, prompt: Prompt, params: SamplingParams | None = None) -> Generation:
+        """Queue a prompt; `step` then continues it together with all else that was started.
+
+        Args:
+            prompt: text or ids.
+            params: sampling and stopping; `n` is 1, see `fork`.
+
+        Returns:
+            It has its tokens so far in `token_ids`; when it has ended, `finish_reason` is set and there is `output()`.
+
+        Raises:
+            RequestError: the prompt or its parameters cannot be served, or another thread has requests running.
+        """
+        generation = self._single(prompt, params)
+        self.engine.start(generation)
+        return generation
+
+    def step(self) -> bool:
+        """Run one step of all that was started: chunks of prompts, and one token for each that is behind its prompt.
+
+        Returns:
+            Whether something still waits or runs; if nothing did, nothing was run.
+
+        Raises:
+            Whatever stopped the step. What ran is given up then; what waited goes on with the next step.
+        """
+        engine = self.engine
+        if engine.busy:
+            engine.step()
+        return engine.busy
+
+    def abort(self, generation: Generation) -> None:
+        """Give up what `start` or `fork` returned; what has ended is left alone, and so are forks.
+
+        Raises:
+            RequestError: it was not started on this model.
+        """
+        self.engine.abort(as_generation(generation))
+
+    def fork(self, generation: Generation, n: int = 1, seeds: Sequence[int | None] | None = None) -> list[Generation]:
+        """Let n more generations go on from where one is, which goes on itself.
+
+        They have its tokens, text, log-probabilities and parameters; `max_tokens` counts all tokens behind the prompt.
+        With seed s a fork draws each of its tokens with the numbers that a request with seed s has for the token at
+        this place. They share the pages that nobody writes any more; window rings and the last page are copied. Of one
+        that waits or is in its prompt, they share the prompt when it is computed. A fork for which memory is lacking
+        waits, and then computes its tokens again: with the same result, but for what sums in another order and, with
+        `replay: bounded`, prefix hits change.
+
+        Args:
+            generation: from `start` or `fork`; has not ended.
+            n: how many.
+            seeds: one for each; None = each draws by itself.
+
+        Raises:
+            RequestError: it has ended or was not started on this model, or a seed cannot be; nothing was forked.
+        """
+        return self.engine.fork(as_generation(generation), as_seeds(seeds, n))
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[Chunk, None, None]:
         """Continue one prompt, piece by piece. Closing the iterator gives the request up.
@@ -220,10 +278,10 @@ class LLM:
             New ids and the text that is certain by now; the last chunk carries the finish reason.
 
         Raises:
-            RequestError: the prompt cannot be served, or `prompt_logprobs` are asked for, which chunks do not carry.
+            RequestError: the prompt cannot be served, or not in chunks (`prompt_logprobs`, `n` above 1).
             MiniDeepInferError: the model was closed meanwhile.
         """
-        generation = self._generation(prompt, SamplingParams() if params is None else params)
+        generation = self._single(prompt, params)
         if generation.params.prompt_logprobs is not None:
             raise RequestError("prompt_logprobs come with generate; the chunks of a stream do not carry them")
         return self._chunks(generation)
@@ -240,51 +298,14 @@ class LLM:
             if self._engine is not None:
                 self._engine.abort(generation)
 
+    def _single(self, prompt: Prompt, params: SamplingParams | None) -> Generation:
+        generation = self._generation(prompt, SamplingParams() if params is None else params)
+        if (n := generation.params.n) != 1:
+            raise RequestError(f"n is {n}, which is for generate; here, start one and fork it {n - 1} times")
+        return generation
+
     def _generation(self, prompt: Prompt, params: SamplingParams) -> Generation:
         if not isinstance(params, SamplingParams):
             raise RequestError(f"params is a {type(params).__name__}; SamplingParams are needed")
-        ids = self.engine.runner.tokenizer.encode(prompt) if isinstance(prompt, str) else _ids(prompt)
+        ids = self.engine.runner.tokenizer.encode(prompt) if isinstance(prompt, str) else as_ids(prompt)
         return self.engine.make_generation(ids, params)
-
-
-@contextmanager
-def _naming(name: str) -> Iterator[None]:
-    try:
-        yield
-    except RequestError as error:
-        raise RequestError(f"{name}: {error}") from None
-
-
-def _list(value: Sequence[_Item], name: str, needed: str) -> list[_Item]:
-    if isinstance(value, str | bytes) or not isinstance(value, Sequence):
-        raise RequestError(f"{name} is a {type(value).__name__}; {needed} is needed")
-    return list(value)
-
-
-def _ids(prompt: Sequence[int]) -> list[int]:
-    return _list(prompt, "a prompt", "text or a list of token ids")
-
-
-def _recorder(capture: Sequence[str]) -> Capture:
-    patterns = _list(capture, "capture", "a list of patterns")
-    if not all(isinstance(pattern, str) for pattern in patterns):
-        raise RequestError(f"capture is {patterns}; a list of patterns is needed")
-    return Capture(patterns)
-
-
-def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """A list of prompts, whether one was given or several; a flat list of ids is one prompt."""
-    if isinstance(prompts, str):
-        return [prompts]
-    listed: list[Any] = _list(prompts, "prompts", "text, a list of token ids, or a list of those")
-    flat = listed and not any(isinstance(item, Sequence) for item in listed)
-    return [listed] if flat else listed
-
-
-def _as_params(params: SamplingParams | Sequence[SamplingParams] | None, number: int) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * number
-    listed = _list(params, "params", "SamplingParams or a list of them")
-    if len(listed) != number:
-        raise RequestError(f"{len(listed)} sampling parameters were given for {number} prompts; one, or one for each")
-    return listed

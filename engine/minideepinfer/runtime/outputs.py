@@ -24,6 +24,7 @@ class RequestOutput:
         prompt_logprobs: one entry per prompt token, the first one None; None if not asked for.
         num_prompt_tokens: length of the prompt.
         num_generated_tokens: length of `token_ids`.
+        index: which of the `n` continuations of its prompt.
     """
 
     token_ids: list[int]
@@ -33,6 +34,7 @@ class RequestOutput:
     prompt_logprobs: list[Logprobs | None] | None
     num_prompt_tokens: int
     num_generated_tokens: int
+    index: int = 0
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from minideepinfer.config.model import describe
 from minideepinfer.errors import RequestError
 
+_SEEDS = 2**63
+
 
 class SamplingParams(BaseModel):
     """Sampling and stopping of one request. Frozen; what cannot be right is refused with `RequestError`.
@@ -25,6 +27,8 @@ class SamplingParams(BaseModel):
         logprobs: report each generated token's log-probability and those of so many most likely tokens.
         prompt_logprobs: the same for the prompt, which then runs every row through every layer.
         ignore_eos: do not end at the checkpoint's end token.
+        n: continuations of the prompt, which is computed once for all of them if memory allows. Continuation i draws
+            what a request of its own with seed `seed + i` draws; without a seed each draws by itself.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -34,12 +38,13 @@ class SamplingParams(BaseModel):
     temperature: float = Field(0.0, ge=0, allow_inf_nan=False)
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=0)
-    seed: int | None = Field(None, ge=0, lt=2**63)
+    seed: int | None = Field(None, ge=0, lt=_SEEDS)
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     logprobs: int | None = Field(None, ge=0)
     prompt_logprobs: int | None = Field(None, ge=0)
     ignore_eos: bool = False
+    n: int = Field(1, ge=1)
 
     @field_validator("stop", "stop_token_ids", mode="before")
     @classmethod
@@ -59,7 +64,22 @@ class SamplingParams(BaseModel):
     def _reachable(self) -> SamplingParams:
         if self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens {self.min_tokens} exceeds max_tokens {self.max_tokens}")
+        if self.seed is not None and self.seed + self.n > _SEEDS:
+            raise ValueError(f"seed {self.seed} leaves no seeds for n = {self.n} continuations; they end at 2^63 - 1")
         return self
+
+    @property
+    def seeds(self) -> list[int | None]:
+        """Seed of each continuation."""
+        return [None if self.seed is None else self.seed + i for i in range(self.n)]
+
+    def seeded(self, seed: int | None) -> SamplingParams:
+        """The same for one continuation with a seed of its own.
+
+        Raises:
+            RequestError: the seed cannot be.
+        """
+        return SamplingParams(**self.model_dump() | {"seed": seed, "n": 1})
 
     def __init__(self, **data: Any) -> None:
         try:

@@ -22,10 +22,13 @@ class Request:
         num_computed_tokens: tokens whose cache entries exist; the runner advances it.
         ring: window ring held while running.
         pages: pages held while running, in order of position.
-        num_shared_tokens: first tokens whose global entries were there at admission; they are never written.
+        num_shared_tokens: first tokens whose global entries were there at admission, or when it was forked from another
+            one; they are never written.
         first_computed_token: first row that was run, below `num_shared_tokens` only to rebuild window rings; no window
             entry before it exists.
         num_published_pages: first pages that were offered to later prompts.
+        num_final_tokens: tokens that stayed out of reach of the latest `Scheduler.truncate`, and do ever after.
+        parent: whose prompt is computed on this request's behalf as well; None = its own is, or it is computed.
     """
 
     request_id: int
@@ -39,6 +42,12 @@ class Request:
     num_shared_tokens: int = 0
     first_computed_token: int = 0
     num_published_pages: int = 0
+    num_final_tokens: int = 0
+    parent: Request | None = None
+
+    def twin(self, request_id: int) -> Request:
+        """Another request for the same tokens, of which nothing is computed yet."""
+        return Request(request_id, list(self.token_ids), self.num_prompt_tokens, self.max_total_tokens, self.logits)
 
     @property
     def in_prompt(self) -> bool:

@@ -14,13 +14,21 @@ from minideepinfer.runtime.params import SamplingParams
 class Sampler:
     """Draws the tokens of one request; its random numbers depend on the seed alone, not on the batch."""
 
-    def __init__(self, params: SamplingParams) -> None:
+    def __init__(self, params: SamplingParams, num_drawn: int = 0) -> None:
+        """Start behind the draws that were made.
+
+        Args:
+            params: of the request.
+            num_drawn: tokens that it has.
+        """
         self.params = params
         self._generator = torch.Generator()
         if params.seed is None:
             self._generator.seed()
         else:
             self._generator.manual_seed(params.seed)
+            for _ in range(num_drawn):
+                self._number()
 
     def sample(self, logits: Tensor, forbidden: tuple[int, ...] = ()) -> int:
         """Choose a token.
@@ -50,8 +58,11 @@ class Sampler:
         cumulative = ordered[: self.params.top_k or None].softmax(0).cumsum(0)
         # A token stays if those before it have not reached top_p; that also drops those of probability 0.
         kept = 1 + int((cumulative[:-1] < self.params.top_p * cumulative[-1]).sum())
-        point = torch.rand((), generator=self._generator, dtype=torch.float64) * cumulative[kept - 1]
+        point = self._number() * cumulative[kept - 1]
         return int(ids[min(int(torch.searchsorted(cumulative[:kept], point, right=True)), kept - 1)])
+
+    def _number(self) -> Tensor:
+        return torch.rand((), generator=self._generator, dtype=torch.float64)
 
 
 def log_probabilities(logits: Tensor, token_id: int, count: int) -> dict[int, float]:

@@ -10,6 +10,7 @@ from minideepinfer.cache.pages import PageAllocator
 from minideepinfer.cache.prefix_tree import PrefixTree
 from minideepinfer.errors import RequestError
 from minideepinfer.operators.declaration import Phase
+from minideepinfer.runtime.memory import Copies, NoCopies, RequestMemory
 from minideepinfer.runtime.request import Request
 
 
@@ -35,7 +36,12 @@ class Scheduler:
     """Admits requests in order of arrival and shares each step's token budget among those that run.
 
     A request is admitted once pages for all it will ever compute and a window ring are free; a running one therefore
-    never lacks memory, and a later arrival never overtakes an earlier one.
+    never lacks memory, and a later arrival never overtakes an earlier one. A fork comes with its parent: memory that is
+    free goes to it before those that wait.
+
+    Attributes:
+        pages: the page budget.
+        memory: what requests hold.
     """
 
     def __init__(
@@ -47,6 +53,7 @@ class Scheduler:
         decode_rows: int,
         prefixes: PrefixTree | None = None,
         replay_start: Callable[[int, int], int] = lambda hit, prompt: hit,
+        copies: Copies | None = None,
     ) -> None:
         """Start with nothing queued.
 
@@ -58,16 +65,17 @@ class Scheduler:
             decode_rows: most new rows behind a cached context that still count as decode.
             prefixes: where prompts find pages of earlier ones; None = every prompt is computed whole.
             replay_start: of tokens found and tokens of the prompt, the first row to run; 0 = the hit saves nothing.
+            copies: the memory behind rings and pages; None = there is none.
         """
         self.pages = pages
+        self.memory = RequestMemory(pages, num_rings, prefixes, replay_start, copies or NoCopies())
         self.max_tokens_per_step = max_tokens_per_step
         self.max_positions = max_positions
         self.decode_rows = decode_rows
-        self._prefixes = prefixes
-        self._replay_start = replay_start
-        self._free_rings = list(reversed(range(num_rings)))
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
+        self._pending_forks: list[Request] = []
+        self._places = (self._running, self._waiting, self._pending_forks)
 
     @property
     def waiting(self) -> tuple[Request, ...]:
@@ -80,9 +88,14 @@ class Scheduler:
         return tuple(self._running)
 
     @property
+    def pending_forks(self) -> tuple[Request, ...]:
+        """Forks of requests that wait or are in their prompt; they may hold a ring and pages of their own already."""
+        return tuple(self._pending_forks)
+
+    @property
     def num_free_rings(self) -> int:
         """Window rings that nobody holds."""
-        return len(self._free_rings)
+        return self.memory.num_free_rings
 
     def check(self, request: Request) -> None:
         """Refuse what could never run.
@@ -97,7 +110,7 @@ class Scheduler:
                 f"{name}: {request.num_prompt_tokens} prompt tokens of {len(request.token_ids)} known and {total} in "
                 "all; at least one prompt token is needed, and no part may exceed the whole"
             )
-        if any(request.request_id == other.request_id for other in (*self._waiting, *self._running)):
+        if any(request.request_id == other.request_id for place in self._places for other in place):
             raise RequestError(f"{name}: another request with this id waits or runs; ids must be unique")
         if total > self.max_positions:
             raise RequestError(
@@ -136,29 +149,86 @@ class Scheduler:
             budget -= self._share(self._running[-1], budget, chosen)
         return sorted(chosen, key=lambda s: s.phase(self.decode_rows) is not Phase.DECODE)
 
+    def fork(self, parent: Request, child: Request) -> None:
+        """Let a request go on from the tokens of another one, with what is computed of them.
+
+        Behind the parent's prompt this happens at once, and the child runs. Pages that neither will write again they
+        hold together; the ring, the kept halves of pairs and pages that either may still write are copied. Before, it
+        keeps a ring and pages ready, if there are any, until `branch` is told that the prompt is computed. A child for
+        which memory is lacking starts over as an ordinary request whose tokens are known.
+
+        Args:
+            parent: waits, runs, or is itself a child that waits for a prompt.
+            child: `parent.twin(...)`.
+
+        Raises:
+            RequestError: the child's id is in use; nothing was done.
+        """
+        self.check(child)
+        parent = parent.parent or parent
+        assert parent in self._running or parent in self._waiting, "only what waits or runs can be forked"
+        if parent.ring is not None and not parent.in_prompt:
+            self._part(parent, child)
+            return
+        child.parent = parent
+        self._pending_forks.append(child)
+        if parent.ring is not None:
+            self.memory.reserve(child, self._final_pages(parent))
+
+    def branch(self, parent: Request) -> list[Request]:
+        """Let the forks of a running request go that waited for its prompt, if that is computed by now.
+
+        Returns:
+            Them; from now on they run, or wait on their own.
+        """
+        children = [] if parent.in_prompt else self._take_forks(parent)
+        for child in children:
+            self._part(parent, child)
+        return children
+
     def finish(self, request: Request) -> None:
         """Free what a running request holds."""
         self._running.remove(request)
-        assert request.ring is not None
-        self._free_rings.append(request.ring)
-        self.pages.give_back(request.pages)
-        request.ring, request.pages = None, []
+        self._leave(request)
 
     def abort(self, request_id: int) -> bool:
-        """Drop a request, wherever it is.
+        """Drop a request, wherever it is; forks that wait for its prompt start over.
 
         Returns:
-            Whether it waited or ran.
+            Whether it was there.
         """
-        for request in self._running:
-            if request.request_id == request_id:
-                self.finish(request)
-                return True
-        for request in self._waiting:
-            if request.request_id == request_id:
-                self._waiting.remove(request)
-                return True
+        for place in self._places:
+            for request in place:
+                if request.request_id == request_id:
+                    place.remove(request)
+                    self._leave(request)
+                    return True
         return False
+
+    def _leave(self, request: Request) -> None:
+        self.memory.release(request)
+        for child in self._take_forks(request):
+            self._start_over(child)
+
+    def _take_forks(self, parent: Request) -> list[Request]:
+        children = [child for child in self._pending_forks if child.parent is parent]
+        for child in children:
+            self._pending_forks.remove(child)
+            child.parent = None
+        return children
+
+    def _part(self, parent: Request, child: Request) -> None:
+        num_shared = self._final_pages(parent)
+        if child.ring is None and not self.memory.reserve(child, num_shared):
+            self._start_over(child)
+        else:
+            self.memory.inherit(child, parent, num_shared)
+            self._running.append(child)
+
+    def _start_over(self, child: Request) -> None:
+        self.memory.release(child)
+        self.memory.forks.started_over += 1
+        self._waiting.append(child)
 
     def _share(self, request: Request, budget: int, chosen: list[ScheduledRequest]) -> int:
         count = min(request.num_pending_tokens, budget)
@@ -167,40 +237,14 @@ class Scheduler:
         return count
 
     def _admit_next(self) -> bool:
-        if not self._waiting or not self._free_rings:
+        if not self._waiting or not self.memory.admit(self._waiting[0]):
             return False
-        request = self._waiting[0]
-        shared, start = self._find_prefix(request)
-        needed = self.pages.pages_for(request.max_total_tokens) - len(shared)
-        if not self._make_free(needed):
-            self.pages.give_back(shared)
-            return False
-        self._waiting.popleft()
-        request.ring, request.pages = self._free_rings.pop(), shared + self.pages.take(needed)
-        request.num_shared_tokens = len(shared) * self.pages.page_tokens
-        request.first_computed_token = request.num_computed_tokens = start
-        if self._prefixes is not None:
-            self._prefixes.statistics.count(request.num_prompt_tokens, request.num_shared_tokens)
+        request = self._waiting.popleft()
         self._running.append(request)
+        for child in self._pending_forks:
+            if child.parent is request:
+                self.memory.reserve(child, self._final_pages(request))
         return True
-
-    def _find_prefix(self, request: Request) -> tuple[list[int], int]:
-        """Pages of earlier prompts that begin this one, held, and its first row; at least its last token must run."""
-        if self._prefixes is None or request.logits == "all":
-            return [], 0
-        pages = self._prefixes.lookup(request.token_ids, request.num_prompt_tokens - 1)
-        start = self._replay_start(len(pages) * self.pages.page_tokens, request.num_prompt_tokens)
-        if start:
-            return pages, start
-        self.pages.give_back(pages)
-        return [], 0
-
-    def _make_free(self, count: int) -> bool:
-        """Evict until so many pages are free; nothing is evicted in vain."""
-        lacking = count - self.pages.num_free
-        if lacking > 0 and self._prefixes is not None and self._prefixes.evictable() >= lacking:
-            self._prefixes.evict(lacking)
-        return count <= self.pages.num_free
 
     def publish(self, request: Request, *, complete: bool = False) -> None:
         """Offer the complete pages of a request to later prompts, after a step that ended well.
@@ -209,18 +253,14 @@ class Scheduler:
             request: a running one.
             complete: nothing will be taken back any more; else pages that `truncate` may reach are left out.
         """
-        if self._prefixes is not None:
-            computed = request.num_computed_tokens
-            final = computed if complete else self._least(request)
-            count = min(computed, final) // self.pages.page_tokens
-            if complete or count > request.num_published_pages:  # most steps complete no page
-                self._prefixes.insert(request.token_ids[: count * self.pages.page_tokens], request.pages[:count])
-                request.num_published_pages = count
+        computed = request.num_computed_tokens
+        self.memory.publish(request, computed if complete else min(computed, self._least(request)))
 
     def truncate(self, request: Request, num_tokens: int) -> None:
         """Take the last tokens of a running request back, as if they had never been computed.
 
-        Window rings, kept halves of pairs and the pages behind `publish` hold what the tokens before them left.
+        Window rings, kept halves of pairs and the pages behind `publish` hold what the tokens before them left. However
+        often this is done, no token comes back that was out of reach before.
 
         Args:
             request: a running one.
@@ -238,7 +278,13 @@ class Scheduler:
             )
         del request.token_ids[num_tokens:]
         request.num_computed_tokens = min(computed, num_tokens)
+        request.num_final_tokens = least
 
     def _least(self, request: Request) -> int:
         """Tokens that stay whatever is taken back: the prompt, and all but a draft block."""
-        return max(request.num_prompt_tokens, request.num_computed_tokens - (self.decode_rows - 1))
+        reach = self.decode_rows - 1
+        return max(request.num_prompt_tokens, request.num_computed_tokens - reach, request.num_final_tokens)
+
+    def _final_pages(self, request: Request) -> int:
+        """First pages that are not written again once the prompt is computed."""
+        return self._least(request) // self.pages.page_tokens

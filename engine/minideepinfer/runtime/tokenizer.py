@@ -67,6 +67,12 @@ class Detokenizer:
         self._prefix = 0
         self._read = 0
 
+    def copy(self) -> Detokenizer:
+        """A decoder that was fed the same tokens."""
+        other = Detokenizer(self._tokenizer)
+        other._ids, other._prefix, other._read = list(self._ids), self._prefix, self._read
+        return other
+
     def push(self, token_id: int) -> str:
         """Add a token; returns the text that is complete now."""
         self._ids.append(token_id)

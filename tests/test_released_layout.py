@@ -16,9 +16,10 @@ from minideepinfer import LLM, EngineConfig, SamplingParams
 from minideepinfer.cache.layouts import LAYOUTS
 from minideepinfer.checkpoint.verify import directory_of
 from minideepinfer.config import ModelConfig
-from minideepinfer.operators import load_registry, resolve
+from minideepinfer.operators import TOKEN_INDICES, load_registry, resolve
 from minideepinfer.operators.build import build
 from minideepinfer.operators.plan import PlannedOperator
+from minideepinfer.operators.support import obstacles
 from minideepinfer.runtime.engine import Engine
 from minideepinfer.runtime.problems import layer_problems
 from minideepinfer.runtime.runner import Runner
@@ -185,12 +186,13 @@ def test_naive_indexer_alone(recipe: IndexerRecipe, head_dim: int) -> None:
         assert torch.equal(found[1], expected[1])
 
 
-def test_the_fused_indexer_refuses_it_and_the_plan_says_why() -> None:
-    """On the hardware that fused operators are made for; `auto` then takes the naive one."""
+def test_fused_operators_serve_it_and_others_are_refused_by_name() -> None:
+    """On the hardware that fused operators are made for `auto` takes them, as with plain caches."""
     config = EngineConfig(cache={"layout": "released"}, device="cpu", dtype="bfloat16")
     problems = layer_problems(ModelConfig.from_file(directory_of("tiny")), config, "cuda", (9, 0))
     plan = resolve(load_registry(), config, problems)
-    for family, wanted in (("attention", "fused"), ("indexer", "naive")):
-        assert {p.registered.name for key, p in plan.operators.items() if key[0] == family} == {wanted}
-    told = [line for line in plan.rejection_lines() if "has cache layout released, needs float32 or bf16" in line]
-    assert told and all("fused" in line for line in told), plan.rejection_lines()
+    for family in ("attention", "indexer"):
+        assert {p.registered.name for key, p in plan.operators.items() if key[0] == family} == {"fused"}
+        stranger = replace(naive(family).declaration, accepts={"cache": ("bf16",), "selection": (TOKEN_INDICES,)})
+        problem = next(p for key, p in problems.items() if key[0] == family)
+        assert obstacles(stranger, problem)[0] == "has cache layout released, needs bf16"

@@ -115,8 +115,9 @@ def _global_pools(engine: Engine) -> list[Tensor]:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_generated_tokens_of_the_trained_model(dtype: str) -> None:
+    """Two forks of each prompt, which share pages and have copies of a ring."""
     prompts = ["The quick brown fox", "def main(", "Once upon a time, in a land"]
-    params = SamplingParams(max_tokens=24, temperature=0.8, seed=5, logprobs=2)
+    params = SamplingParams(max_tokens=24, temperature=0.8, seed=5, logprobs=2, n=2)
     outputs = []
     for layout in ("released", PLAIN[dtype]):
         with LLM("tiny", EngineConfig(dtype=dtype, device="cpu", cache={"layout": layout, "num_pages": 32})) as llm:

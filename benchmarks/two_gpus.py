@@ -1,292 +1,240 @@
-"""Expert parallelism over real links: what the comm operators cost between GPUs of one host, beside plain NCCL.
+"""Two GPUs over NCCL: everything that one GPU cannot show, in one call of about two minutes.
 
-    NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 torchrun --nproc-per-node 2 benchmarks/two_gpus.py --out FILE
+    python benchmarks/two_gpus.py --out DIR
+    python benchmarks/two_gpus.py --out DIR --device cpu
 
-Correct first: each operator with experts behind it, at the released widths, on ragged and empty ranks, against all
-experts on one rank. Then times, bytes and rates. Rank 0 writes what is known after each part, so that a part that hangs
-loses no other. `--device cpu` is a rehearsal on gloo, in small sizes.
+First what must be right, all at once: modules of a model in bfloat16 on two ranks against one, the conformance kit's
+comm and MoE operators between processes, `LLM` on two ranks against one. Then, with nothing beside it, what is timed:
+Engram rows, dispatch and combine beside plain NCCL, and the fixed benchmark with and without a network. Every job is a
+process or two with a limit of time, killed with all its children, and writes as it goes; one that fails stops no other.
+`DIR/two_gpus.json` has all of it. On a CPU it is a rehearsal over gloo, in small sizes.
 """
 
 from __future__ import annotations
 
 import argparse
-import faulthandler
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import time
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from minideepinfer.config import ParallelConfig
-from minideepinfer.measure.facts import machine, software
-from minideepinfer.operators import MoeWeights, PackedExperts, SharedExpert
-from minideepinfer.runtime.world import join
-from torch import Tensor
-from two_gpus_bench import RELEASED, TINY, Bench
-from two_gpus_model import OPERATORS, fixed_step, modules
+from two_gpus_report import summary
 
-# Correct
-
-
-def random_weights(bench: Bench) -> MoeWeights:
-    """A layer with all experts, the same on every rank."""
-    sizes, generator = bench.sizes, bench.generator(1)
-    experts, hidden, inner = sizes.experts, sizes.hidden, sizes.inner
-
-    def octets(*shape: int, low: int = 0, high: int = 256) -> Tensor:
-        return torch.randint(low, high, shape, dtype=torch.uint8, device=bench.device, generator=generator)
-
-    def matrix(rows: int, columns: int) -> Tensor:
-        values = torch.randn(rows, columns, device=bench.device, generator=generator) / columns**0.5
-        return values.to(bench.dtype)
-
-    packed = PackedExperts(
-        octets(experts, 2, inner, hidden // 2),
-        octets(experts, 2, inner, hidden // 32, low=118, high=121),
-        octets(experts, hidden, inner // 2),
-        octets(experts, hidden, inner // 32, low=118, high=121),
-    )
-    shared = SharedExpert(matrix(inner, hidden), matrix(inner, hidden), matrix(hidden, inner))
-    gate = matrix(experts, hidden).bfloat16()
-    return MoeWeights(gate, torch.zeros(experts, device=bench.device), packed, shared)
+HERE = Path(__file__).parent
+NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+KIT = (("comm:collective", "comm:all_to_all", "comm:symmetric"), ("moe:naive",), ("moe:fused",))
+"""Jobs of operators that the same two processes serve in turn."""
+ON_CUDA_ONLY = ("comm:symmetric", "moe:fused", "symmetric")
+"""Of what is checked."""
+PARTS = ("checks", "kit", "models", "timed")
+LLM_ON = {"one-rank": (1, "auto")} | {comm: (2, comm) for comm in ("collective", "all_to_all", "symmetric")}
+"""Ranks and comm operators, all compared with the first."""
+GRACE = 8.0
+"""Seconds that the other rank has when one has ended."""
 
 
-def share(whole: MoeWeights, rank: int, ranks: int) -> MoeWeights:
-    """The experts of one rank."""
-    each, packed = whole.experts.num_local // ranks, whole.experts
-    part = slice(rank * each, (rank + 1) * each)
-    tensors = (packed.w13, packed.w13_scale, packed.w2, packed.w2_scale)
-    experts = PackedExperts(*(tensor[part] for tensor in tensors), expert_start=rank * each)
-    return MoeWeights(whole.gate, whole.gate_bias, experts, whole.shared)
+@dataclass
+class Job:
+    """Processes that belong together.
+
+    Attributes:
+        name: of its logs.
+        command: what every rank runs.
+        seconds: after which it is killed.
+        ranks: processes; more than one are told of each other as torchrun does it.
+        device: of the only rank.
+        verdict: exit codes and seconds, once it has ended.
+    """
+
+    name: str
+    command: Sequence[str]
+    seconds: float
+    ranks: int = 1
+    device: int = 0
+    verdict: str = ""
+    _started: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    def start(self, out: Path) -> None:
+        """Start every rank in a process group of its own."""
+        self._begin = time.monotonic()
+        port = _free_port()
+        for rank in range(self.ranks):
+            local = rank if self.ranks > 1 else self.device
+            variables = {"LOCAL_RANK": local, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            variables |= {"RANK": rank, "WORLD_SIZE": self.ranks}
+            environment = os.environ | NO_MULTICAST | {name: str(value) for name, value in variables.items()}
+            with (out / f"{self.name}-{rank}.log").open("wb") as log:
+                self._started.append(
+                    subprocess.Popen(
+                        [sys.executable, *self.command],
+                        env=environment,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        start_new_session=True,
+                    )
+                )
+
+    def look(self) -> None:
+        """Give the verdict if all ranks have ended; those that are late are killed."""
+        codes, seconds = [process.poll() for process in self._started], time.monotonic() - self._begin
+        if any(code is not None for code in codes) and None in codes:
+            self.seconds = min(self.seconds, seconds + GRACE)
+        if None in codes and seconds < self.seconds:
+            return
+        self.kill()
+        late = ", killed at its limit" if None in codes else ""
+        self.verdict = f"exit {' '.join(str(process.wait()) for process in self._started)}, {seconds:.0f} s{late}"
+        print(f"{self.name}: {self.verdict}", flush=True)
+
+    def kill(self) -> None:
+        """End all ranks, and what they have started."""
+        for process in self._started:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
-def correct(bench: Bench) -> dict[str, Any]:
-    """Largest relative error of a rank's output against the same rows with all experts on this rank."""
-    whole, t, each = random_weights(bench), bench.sizes.check_tokens, bench.sizes.experts // bench.world
-    alone, together = bench.moe("naive", 1), bench.moe("naive", bench.world)
-    mine, single = share(whole, bench.rank, bench.world), bench.comm("single")
-    errors: dict[str, float] = {}
-    norms: dict[str, float] = {}
-    shapes = {"ragged": (t, t // 2 + 1), "rank 0 empty": (0, t), "rank 1 empty": (t, 0), "empty": (0, 0)}
-    for label, first in shapes.items():
-        counts = (*first, *[t // 3] * bench.world)[: bench.world]
-        for skewed in (False, True):
-            x = torch.randn(counts[bench.rank], bench.sizes.hidden, device=bench.device).to(bench.dtype)
-            ids, scores = alone.route(x, whole)
-            if skewed:  # all on experts of the last rank
-                ids = ids % each + each * (bench.world - 1)
-            expected = alone.run(x, whole, single.prepare((len(x),)), None, (ids, scores)).float()
-            norms[f"{label}{', skewed' if skewed else ''}"] = bench.worst(float(expected.norm()))
-            for name in OPERATORS:
-                exchange = bench.comm(name).prepare(counts)
-                found = together.run(x, mine, exchange, None, (ids, scores)).float()
-                norm = float(expected.norm()) or 1.0
-                error = float((found - expected).norm()) / norm if bool(found.isfinite().all()) else float("inf")
-                errors[f"{name}, {label}{', skewed' if skewed else ''}"] = bench.worst(error)
-    return {
-        "relative error": errors,
-        "norm of the expected": norms,
-        "passed": all(error < 2.0**-8 for error in errors.values()),
-    }
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
 
 
-# Cost
+def _finish(jobs: Sequence[Job]) -> None:
+    while running := [job for job in jobs if not job.verdict]:
+        for job in running:
+            job.look()
+        time.sleep(0.1)
 
 
-def cost(bench: Bench) -> dict[str, Any]:
-    """Milliseconds, bytes and rates of dispatch and combine, and of NCCL's own calls with as many bytes."""
-    rows = {}
-    for tokens in bench.sizes.tokens:
-        for name in OPERATORS:
-            rows[f"{name}, {tokens} tokens a rank"] = _cost(bench, name, tokens)
-        rows[f"plain, {tokens} tokens a rank"] = _plain(bench, tokens)
-    return rows
+class Jobs:
+    """All that is to run, on a device, with what it writes in a directory."""
+
+    def __init__(self, device: str, out: Path) -> None:
+        self._on, self._out, self._cuda = ["--device", device], out, device == "cuda"
+        self._model = Path(tempfile.mkdtemp()) / "tiny"
+
+    def parts(self, *names: str, seconds: int, ranks: int = 2, device: int = 0) -> Job:
+        """Parts of `two_gpus_parts.py`."""
+        name = f"{names[0]}{device}" if ranks == 1 else names[0]
+        command = [str(HERE / "two_gpus_parts.py"), *self._on, "--out", str(self._out / f"parts-{name}.json")]
+        return Job(name, [*command, "--seconds", str(seconds), "--parts", *names], seconds, ranks, device)
+
+    def checks(self) -> list[Job]:
+        """What must be right; and compiling what is timed later, which takes longer than timing it."""
+        jobs = [self.parts("modules", "correct", seconds=75)]
+        if self._cuda:
+            jobs += [self.parts("warm", seconds=70, ranks=1, device=device) for device in (0, 1)]
+        return jobs
+
+    def kit(self) -> Iterator[Job]:
+        """The conformance kit."""
+        for operators in KIT:
+            if served := [each for each in operators if self._cuda or each not in ON_CUDA_ONLY]:
+                name = f"kit-{served[0].replace(':', '-')}"
+                command = [str(HERE / "two_gpus_kit.py"), *served, *self._on, "--out", str(self._out)]
+                yield Job(name, command, seconds=84)
+
+    def checkpoint(self) -> Job:
+        """Makes the model that the next ones load."""
+        return Job("checkpoint", ["-m", "minideepinfer", "checkpoint", "make-tiny", str(self._model)], seconds=40)
+
+    def models(self) -> list[Job]:
+        """`LLM` on one rank and on two; and the launcher."""
+        jobs = []
+        for name, (ranks, comm) in LLM_ON.items():
+            if self._cuda or name not in ON_CUDA_ONLY:
+                file = str(self._out / f"llm-{name}.pt")
+                command = [str(HERE / "two_gpus_llm.py"), str(self._model), *self._on, "--comm", comm, "--out", file]
+                jobs.append(Job(f"llm-{name}", command, seconds=50, ranks=ranks))
+        generate = ["-m", "minideepinfer", "generate", "--nproc", "2", "--model", str(self._model), "--ids", "5,6,7"]
+        generate += ["--max-tokens", "4", "--json", "--set", f"device={self._on[1]}"]
+        return [*jobs, Job("generate", generate, seconds=50)]
+
+    def timed(self) -> list[Job]:
+        """What has the machine for itself, in turn."""
+        return [self.parts("engram", "cost", seconds=40), self.parts("step", seconds=90)]
 
 
-def _routed(bench: Bench, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    generator = bench.generator(10 + bench.rank)
-    x = torch.randn(tokens, bench.sizes.hidden, device=bench.device, generator=generator).to(bench.dtype)
-    scores = torch.rand(tokens, bench.sizes.experts, device=bench.device, generator=generator)
-    best = scores.topk(bench.sizes.topk)
-    return x, best.indices.sort(1).values.int(), best.values
+def _compared(out: Path) -> dict[str, Any]:
+    """Largest relative error of logits and equality of tokens, two ranks against one."""
+    import torch
 
-
-def _cost(bench: Bench, name: str, tokens: int) -> dict[str, Any]:
-    comm, routed = bench.comm(name), _routed(bench, tokens)
-    exchange = comm.prepare([tokens] * bench.world)
-    before = comm.sent_bytes
-    arrived = exchange.dispatch(*routed).wait()
-    dispatch_bytes, partial = comm.sent_bytes - before, torch.zeros(arrived.x.shape, device=bench.device)
-    before = comm.sent_bytes
-    exchange.combine(partial, arrived.handle).wait()
-    combine_bytes = comm.sent_bytes - before
-    weight = torch.randn(bench.sizes.hidden, bench.sizes.inner, device=bench.device).to(bench.dtype)
-
-    def shared() -> Tensor:
-        """About the arithmetic of the shared expert."""
-        return ((routed[0] @ weight) @ weight.T) @ weight
-
-    def overlapped() -> None:
-        arriving = exchange.dispatch(*routed)
-        shared()
-        arriving.wait()
-
-    times = {
-        "dispatch": bench.time(lambda: exchange.dispatch(*routed).wait()),
-        "combine": bench.time(lambda: exchange.combine(partial, arrived.handle).wait()),
-        "shared expert": bench.time(shared),
-        "dispatch beside the shared expert": bench.time(overlapped),
-    }
-    exposed = max(0.0, times["dispatch beside the shared expert"] - times["shared expert"])
-    return {
-        "ms": times,
-        "ms exposed of dispatch": exposed,
-        "ms hidden of dispatch": max(0.0, times["dispatch"] - exposed),
-        "bytes sent": {"dispatch": dispatch_bytes, "combine": combine_bytes},
-        "bytes by formula": _formula(bench, name, routed, len(arrived.x)),
-        "GB/s out of a rank": {
-            "dispatch": dispatch_bytes / times["dispatch"] / 1e6,
-            "combine": combine_bytes / times["combine"] / 1e6,
-        },
-    }
-
-
-def _formula(bench: Bench, name: str, routed: tuple[Tensor, Tensor, Tensor], arrived: int) -> dict[str, int]:
-    """What the operators' docstrings say."""
-    x, ids, _ = routed
-    others, row = bench.world - 1, x.shape[1] * x.element_size() + 8 * ids.shape[1]
-    if name == "collective":
-        return {"dispatch": others * len(x) * row, "combine": others * len(x) * x.shape[1] * 4}
-    owners = ids // (bench.sizes.experts // bench.world)
-    sent = sum(int((owners == rank).any(1).sum()) for rank in range(bench.world) if rank != bench.rank)
-    own = int((owners == bench.rank).any(1).sum())
-    return {"dispatch": sent * row + 8 * others, "combine": (arrived - own) * x.shape[1] * 4}
-
-
-def _plain(bench: Bench, tokens: int) -> dict[str, Any]:
-    """torch.distributed's own calls on the same rows."""
-    x = _routed(bench, tokens)[0]
-    everybodys = x.new_zeros(bench.world * tokens, x.shape[1])
-    room = torch.empty_like(everybodys)
-    summands = torch.zeros(everybodys.shape, device=bench.device)
-    total = torch.zeros(x.shape, device=bench.device)
-    calls = {
-        "all_gather_into_tensor, tokens": (lambda: dist.all_gather_into_tensor(everybodys, x), x.nbytes),
-        "all_to_all_single, as many bytes": (lambda: dist.all_to_all_single(room, everybodys), x.nbytes),
-        "reduce_scatter_tensor, float32": (lambda: dist.reduce_scatter_tensor(total, summands), total.nbytes),
-    }
-    if not bench.cuda:
-        del calls["reduce_scatter_tensor, float32"]
-    times = {name: bench.time(call) for name, (call, _) in calls.items()}
-    others = bench.world - 1
-    return {
-        "ms": times,
-        "GB/s out of a rank": {name: others * size / times[name] / 1e6 for name, (_, size) in calls.items()},
-    }
-
-
-# Engram
-
-
-def engram(bench: Bench) -> dict[str, Any]:
-    """Rows of both tables of one layer, asked of their owners; and read from the peer, where that can be built."""
-    sizes, rows = bench.sizes, bench.sizes.table_rows
-    first = bench.rank * rows
-    tables = tuple(_table(first, rows, width, bench.device) for width in sizes.row_bytes)
-    found: dict[str, Any] = {}
-    for name in ("collective", "symmetric") if bench.cuda else ("collective",):
-        comm = bench.comm(name)
-        for tokens in (sizes.tokens[0], sizes.tokens[-1], 0):
-            count = sizes.columns * (tokens if tokens or not bench.rank else sizes.tokens[0])  # rank 0 wants none, too
-            generator = bench.generator(bench.rank)
-            ids = torch.randint(0, bench.world * rows, (count,), device=bench.device, generator=generator)
-            ids[count // 2 :] = ids[: count - count // 2]
-            before = comm.sent_bytes
-            fetched = comm.fetch_rows(tables, ids, rows).wait()
-            sent = comm.sent_bytes - before
-            wanted = (_rows(ids, width) for width in sizes.row_bytes)
-            right = bench.everywhere(all(torch.equal(a, b) for a, b in zip(fetched, wanted, strict=True)))
-            row: dict[str, Any] = {"right": right, "bytes sent": sent}
-            if tokens:
-                row["ms"] = bench.time(lambda comm=comm, ids=ids: comm.fetch_rows(tables, ids, rows).wait())
-            found[f"{name}, {tokens or 'no'} tokens{'' if tokens else ' on rank 0'}"] = row
+    runs = {name: torch.load(file) for name in LLM_ON if (file := out / f"llm-{name}.pt").exists()}
+    if (expected := runs.pop("one-rank", None)) is None:
+        return {}
+    found = {}
+    for name, run in runs.items():
+        pairs = zip(run["logits"], expected["logits"], strict=True)
+        worst = max(float((a - b).norm() / b.norm()) for a, b in pairs)
+        found[name] = {"largest relative error": worst, "same tokens": run["tokens"] == expected["tokens"]}
     return found
 
 
-def _rows(ids: Tensor, width: int) -> Tensor:
-    """What lies in rows of a made-up table, uint8 `[N, width]`."""
-    columns = torch.arange(width, device=ids.device)
-    return ((ids[:, None] * 40503 + columns * 2654435761) >> 7).to(torch.uint8)
-
-
-def _table(first: int, rows: int, width: int, device: torch.device) -> Tensor:
-    table = torch.empty(rows, width, dtype=torch.uint8, device=device)
-    for begin in range(0, rows, 1 << 17):
-        end = min(rows, begin + (1 << 17))
-        table[begin:end] = _rows(torch.arange(first + begin, first + end, device=device), width)
-    return table
-
-
-PARTS = {"correct": correct, "engram": engram, "cost": cost, "modules": modules, "step": fixed_step}
-
-
-def topology() -> str:
-    """How the GPUs are linked."""
-    try:
-        done = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, check=False, timeout=20)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return str(error)
-    return done.stdout
+def _collect(out: Path, jobs: Sequence[Job]) -> dict[str, Any]:
+    """Everything that was written, in one record."""
+    record: dict[str, Any] = {"jobs": {job.name: job.verdict for job in jobs}}
+    for file in sorted(out.glob("parts-*.json")):
+        if not file.stem.startswith("parts-warm"):
+            record |= json.loads(file.read_text(encoding="utf-8"))
+    kits = [json.loads(file.read_text(encoding="utf-8")) for file in sorted(out.glob("kit-*.json"))]
+    record["kit"] = {kit.pop("operator"): kit for kit in kits}
+    record["LLM"] = _compared(out)
+    (out / "two_gpus.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    return record
 
 
 def main() -> int:
-    """Run the parts."""
+    """Run everything; 1 if a job failed or was killed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True, help="a directory")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--experts", type=int, default=RELEASED.experts, help="fewer for a rehearsal on a GPU")
-    parser.add_argument("--layers", type=int, default=RELEASED.layers, help="of the fixed benchmark, that fit")
-    parser.add_argument("--seconds", type=int, default=150, help="after which the run is ended")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     arguments = parser.parse_args()
-    faulthandler.dump_traceback_later(max(1, arguments.seconds - 3))
-    signal.alarm(arguments.seconds)
-    begin = time.monotonic()
-    device = torch.device(arguments.device)
-    if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    size = int(os.environ["WORLD_SIZE"])
-    ranks = join(ParallelConfig(expert=size, data=size, timeout_seconds=2.0 * arguments.seconds))
-    ranks.connect(device)
-    sizes = replace(RELEASED, experts=arguments.experts, layers=arguments.layers) if device.type == "cuda" else TINY
-    bench = Bench(device, sizes, ranks)
-    bench.comm("collective")  # makes the process group of one rank
-    bench.everywhere(True)
-    if bench.rank == 0:
-        print(f"the ranks have met, {time.monotonic() - begin:.0f} s", flush=True)
-    record: dict[str, Any] = {
-        "machine": machine(device).model_dump(mode="json"),
-        "software": software().model_dump(mode="json"),
-        "ranks": bench.world,
-        "topology": topology(),
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if bench.cuda else "gloo",
-        "sizes": vars(bench.sizes),
-    }
-    for name in arguments.parts:
-        with torch.inference_mode(), ranks.together():
-            record[name] = PARTS[name](bench)
-        if bench.rank == 0:
-            arguments.out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-            print(f"{name}, {time.monotonic() - begin:.0f} s:", json.dumps(record[name], indent=1), flush=True)
-    ranks.close()
-    return 0
+    out: Path = arguments.out
+    out.mkdir(parents=True, exist_ok=True)
+    os.environ.setdefault("OMP_NUM_THREADS", "2")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
+    done: list[Job] = []
+    try:
+        _run(Jobs(arguments.device, out.resolve()), arguments.only, out, done)
+    finally:
+        for job in done:
+            job.kill()
+        print("\n".join(summary(_collect(out, done))), flush=True)
+    return int(any(set(job.verdict.partition(",")[0].split()[1:]) != {"0"} for job in done))
+
+
+def _run(jobs: Jobs, only: Sequence[str], out: Path, done: list[Job]) -> None:
+    """Run what is asked for; `done` gets each job when it starts."""
+
+    def start(*some: Job) -> None:
+        for job in some:
+            done.append(job)
+            job.start(out)
+
+    if "checks" in only:
+        start(*jobs.checks())
+    if "kit" in only:
+        start(*jobs.kit())
+    if "models" in only:
+        start(made := jobs.checkpoint())
+        _finish([made])
+        start(*jobs.models())
+    _finish(done)
+    for job in jobs.timed() if "timed" in only else []:
+        _collect(out, done)
+        start(job)
+        _finish([job])
 
 
 if __name__ == "__main__":

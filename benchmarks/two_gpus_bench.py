@@ -1,4 +1,4 @@
-"""What every part of `two_gpus.py` uses: sizes, operators, and times that are those of the slowest rank."""
+"""What every part of `two_gpus_parts.py` uses: sizes, operators, and times that are those of the slowest rank."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from minideepinfer.operators import (
 )
 from minideepinfer.runtime.world import World
 
+OPERATORS = ("collective", "all_to_all")
 SLEEP_CYCLES = 2_000_000
 """About a millisecond, in which the host queues what is timed."""
 L2_FLUSH_BYTES = 256 << 20
@@ -43,14 +44,19 @@ class Sizes:
     layers: int
 
 
-RELEASED = Sizes(5120, 2304, 384, 6, (128, 1024, 4096), 64, 4 << 20, (256, 8), 24, 20, 16)
+RELEASED = Sizes(5120, 2304, 384, 6, (128, 1024, 4096), 64, 4 << 20, (256, 8), 24, 20, 28)
 TINY = Sizes(64, 32, 8, 3, (5, 9), 6, 500, (64, 2), 4, 2, 10)
 
 
 class Bench:
-    """This rank's view of the run."""
+    """This rank's view of the run.
+
+    Attributes:
+        keep: writes what a part has found so far.
+    """
 
     def __init__(self, device: torch.device, sizes: Sizes, ranks: World) -> None:
+        self.keep: Callable[[dict[str, Any]], None] = lambda found: None
         self.device, self.sizes, self.ranks, self.cuda = device, sizes, ranks, device.type == "cuda"
         self.rank, self.world = ranks.rank, ranks.size
         self.dtype = torch.bfloat16 if self.cuda else torch.float32
@@ -65,10 +71,11 @@ class Bench:
             "activation_quantization": "none",
         }
 
-    def comm(self, name: str) -> Any:
-        """A built comm operator; `single` for one rank."""
+    def comm(self, name: str, experts: int | None = None) -> Any:
+        """A built comm operator, for another number of experts if one is given; `single` for one rank."""
         sizes, world = self.sizes, 1 if name == "single" else self.world
-        problem = CommProblem(hidden_size=sizes.hidden, num_experts=sizes.experts, world_size=world, **self._facts)
+        experts = experts or sizes.experts
+        problem = CommProblem(hidden_size=sizes.hidden, num_experts=experts, world_size=world, **self._facts)
         return self._build("comm", name, problem)
 
     def moe(self, name: str, ranks: int) -> Any:

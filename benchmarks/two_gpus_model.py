@@ -1,9 +1,8 @@
-"""Parts of `two_gpus.py` that run a model: modules on several ranks against one, and the fixed benchmark's step."""
+"""A part of `two_gpus_parts.py`: modules of a model on several ranks against one."""
 
 from __future__ import annotations
 
 import json
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib import resources
@@ -11,22 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from minideepinfer.cli.bench_steps import CONFIGS
 from minideepinfer.config import EngineConfig, ModelConfig
-from minideepinfer.measure.made_up_ranks import MadeUpRanks
-from minideepinfer.measure.prefill import PRESETS, PrefillBench, PrefillProblem
-from minideepinfer.measure.steps import Profile, time_steps
+from minideepinfer.measure.prefill import PrefillBench, PrefillProblem
 from minideepinfer.model.block import Block
 from minideepinfer.model.rows import Rows
 from minideepinfer.model.step import Step
 from minideepinfer.operators import PackedExperts
 from minideepinfer.runtime.capture import Capture
 from minideepinfer.runtime.scheduler import ScheduledRequest
-from minideepinfer.runtime.world import World
 from torch import Tensor
-from two_gpus_bench import Bench
-
-OPERATORS = ("collective", "all_to_all")
+from two_gpus_bench import OPERATORS, Bench
 
 
 def seven_layers(experts: int) -> ModelConfig:
@@ -50,10 +43,7 @@ def seven_layers(experts: int) -> ModelConfig:
 def _model(bench: Bench) -> ModelConfig:
     if bench.cuda:
         return seven_layers(bench.sizes.experts)
-    return ModelConfig.from_file(Path(str(resources.files("minideepinfer") / "data" / "tiny" / "config.json")))
-
-
-# Modules
+    return ModelConfig.from_file(Path(str(resources.files("minideepinfer") / "data" / "config.tiny.json")))
 
 
 def modules(bench: Bench) -> dict[str, Any]:
@@ -73,9 +63,10 @@ def modules(bench: Bench) -> dict[str, Any]:
     found: dict[str, Any] = {}
     shared_out = [_shared_out(bench, one, block) for block in alone]
     for name in OPERATORS:
-        together = [replace(block, comm=bench.comm(name)) for block in shared_out]
+        together = [replace(block, comm=bench.comm(name, one.rank.config.n_routed_experts)) for block in shared_out]
         for label, rows in _shapes(bench).items():
             found[f"{name}, {label}"] = _compared(bench, one, alone, together, rows[bench.rank % 2])
+            bench.keep({"errors": found})
     worst = max(error for row in found.values() for error in row["experts"].values())
     return {"errors": found, "passed": worst < 2.0**-8 and all(row["engram rows equal"] for row in found.values())}
 
@@ -167,56 +158,3 @@ def _difference(found: Tensor, expected: Tensor) -> float:
     if not expected.numel():
         return 0.0
     return float((found.float() - expected.float()).norm() / expected.float().norm())
-
-
-# The fixed benchmark
-
-
-class Connected:
-    """A `World` whose process group exists already."""
-
-    def __init__(self, ranks: World) -> None:
-        self._ranks = ranks
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._ranks, name)
-
-    def connect(self, device: torch.device) -> None:
-        """Nothing is left to do."""
-
-
-def fixed_step(bench: Bench) -> dict[str, Any]:
-    """The fixed benchmark's step on all ranks, and on each alone with the others made up: what the network costs."""
-    preset = replace(PRESETS["v41-rank" if bench.cuda else "tiny"], world_size=bench.world)
-    problem = replace(preset, num_layers=bench.sizes.layers, engram_fraction=preset.engram_fraction / 2)
-    config = ModelConfig.from_file(
-        resources.files("minideepinfer") / "data" / CONFIGS["v41-rank" if bench.cuda else "tiny"]
-    )
-    engine = EngineConfig(device=bench.device.type, parallel={"expert": bench.world}, ops={"comm": OPERATORS[0]})
-    one = PrefillBench(config, engine, problem, Connected(bench.ranks))
-    found: dict[str, Any] = {"layers": len(one.model.blocks), "new tokens a rank": problem.new_tokens}
-    for comm in OPERATORS:
-        one.change(engine.model_copy(update={"ops": {"comm": comm}}), problem)
-        found[comm] = _step(bench, one)
-    _make_up_others(bench, one)
-    found["no network"] = _step(bench, one)
-    return found
-
-
-def _step(bench: Bench, one: PrefillBench) -> dict[str, Any]:
-    times = time_steps(one.rank, one.step, one.renew, steps=4, warmup=2, profile=Profile(stages=True))
-    return {
-        "ms": bench.worst(statistics.median(times.steps)),
-        "ms of stages": times.stages,
-        "ms of hidden communication": times.kernels.hidden if times.kernels else None,
-    }
-
-
-def _make_up_others(bench: Bench, one: PrefillBench) -> None:
-    """From now on this rank computes as much without the others."""
-    rank, most = one.rank, one.problem.new_tokens
-    rank.world = World()
-    rank.others = MadeUpRanks(bench.world, most, rank.model.blocks[0].weights.attention.wq_a, rank.clock)
-    rank.model.blocks = tuple(replace(block, comm=rank.others) for block in rank.model.blocks)
-    rank.model.comm = rank.others
-    rank.draw_others()

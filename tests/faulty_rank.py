@@ -8,13 +8,17 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from minideepinfer import LLM, EngineConfig, MiniDeepInferError, RankError
 from minideepinfer.checkpoint.verify import directory_of
 from minideepinfer.runtime.runner import Runner
+from minideepinfer.runtime.world import _Ranks
+from minideepinfer_comm.group import Group
 
 TIMEOUT = 15.0
 
@@ -35,6 +39,9 @@ def sleeps(*_: Any) -> None:
     time.sleep(3600)
 
 
+FAULTS = {"raise": raises, "kill": dies, "freeze": freezes, "sleep": sleeps, "sleep unheard": sleeps}
+
+
 def in_the_middle_of_a_step(happen: Callable[..., None]) -> None:
     """Let it happen in the third step, in the attention of layer 6, when other ranks wait for this one's tokens."""
     execute, steps = Runner.execute, 0
@@ -48,6 +55,27 @@ def in_the_middle_of_a_step(happen: Callable[..., None]) -> None:
         return execute(self, *args, **kwargs)
 
     Runner.execute = counting  # type: ignore[method-assign]
+
+
+def collectives_that_raise_nothing() -> None:
+    """As NCCL's: one that is given up is known to who asks, while the host waits for the device without an end."""
+    given_up: list[RuntimeError] = []
+    connect = _Ranks.connect
+
+    def connected(self: _Ranks, device: torch.device) -> None:
+        connect(self, device)
+        self._watch.gave_up = lambda: bool(given_up)
+
+    @contextmanager
+    def meeting(self: Group) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            given_up.append(error)
+            time.sleep(3600)
+
+    _Ranks.connect = connected  # type: ignore[method-assign]
+    Group.meeting = meeting  # type: ignore[method-assign]
 
 
 def without_a_shard() -> str:
@@ -67,7 +95,9 @@ def main(fault: str, victim: str) -> None:
         elif fault == "shard":
             path = without_a_shard()
         else:
-            in_the_middle_of_a_step({"raise": raises, "kill": dies, "freeze": freezes, "sleep": sleeps}[fault])
+            in_the_middle_of_a_step(FAULTS[fault])
+    elif fault == "sleep unheard":
+        collectives_that_raise_nothing()
     with LLM(path, EngineConfig(**settings)) as llm:
         try:
             llm.generate([[5, 6, 7]] * 4)

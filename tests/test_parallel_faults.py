@@ -80,6 +80,21 @@ def test_a_fault_in_the_middle_of_a_step_ends_all_ranks(fault: str, victim: int,
         listener.bind(("127.0.0.1", port))
 
 
+def test_one_that_hangs_while_the_other_waits_for_its_device_ends_both(tmp_path: Path) -> None:
+    """Over NCCL a collective that is given up raises nothing where the host waits; gloo is made to do the same."""
+    faulty, other = reversed(start("sleep unheard", 1, free_port(), tmp_path))
+    wait_for_now(faulty)
+    begin = time.monotonic()
+    errors = [process.communicate(timeout=60)[1] for process in (other, faulty)]
+    seconds = time.monotonic() - begin
+    assert seconds < TIMEOUT, errors
+    measured.lines.append(f"rank 1 of 2, sleep, as over NCCL: both ended {seconds:.1f} s later (limit {TIMEOUT} s)")
+    verdict = "rank 1 of 2 took part no more; what rank 0 met was a collective that was given up"
+    for rank, error in enumerate(errors):
+        assert error.endswith(f"mini-deepinfer: {verdict}; rank {rank} was stuck and is ended\n")
+    assert (other.returncode, faulty.returncode) == (1, 1)
+
+
 @pytest.mark.parametrize(
     ("fault", "message"),
     [

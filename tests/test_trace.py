@@ -60,6 +60,20 @@ def test_what_another_stream_does_meanwhile_is_hidden(tmp_path: Path) -> None:
     assert found.total == pytest.approx(20.0)
 
 
+def test_a_stream_that_waits_longer_than_all_kernels_run_is_still_not_the_one_that_computes(tmp_path: Path) -> None:
+    events = [
+        stage("experts", 0, 20),
+        *kernel(1, launched=1, begin=0, end=1000),
+        *kernel(2, launched=2, begin=1000, end=2000),
+        *kernel(3, launched=11, begin=2000, end=9000, stream=20),
+    ]
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    found = kernel_times(path, {"experts"})
+    assert found is not None
+    assert found.stages == pytest.approx({"experts": 2.0, "communication": 7.0})
+
+
 def test_a_real_trace_holds_its_stages(tmp_path: Path) -> None:
     clock, path = TraceClock(), tmp_path / "trace.json"
 

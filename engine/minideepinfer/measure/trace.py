@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_right
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -86,7 +86,7 @@ def kernel_times(path: str | Path, names: Collection[str]) -> KernelTimes | None
     ours = [e for e in events if e.get("cat") in _ON_THE_GPU]
     if not ours:
         return None
-    main = _busiest(ours)
+    main = _main_stream(ours)
     spent: dict[str, float] = defaultdict(float)
     for event in ours:
         launch = launched.get(event["args"].get("correlation"))
@@ -99,12 +99,9 @@ def _stream(event: Event) -> Any:
     return event["args"].get("stream")
 
 
-def _busiest(events: Iterable[Event]) -> Any:
-    """The stream that computes."""
-    busy: dict[Any, float] = defaultdict(float)
-    for event in events:
-        busy[_stream(event)] += event["dur"]
-    return max(busy, key=lambda stream: busy[stream])
+def _main_stream(events: Iterable[Event]) -> Any:
+    """The stream that computes: the one with most kernels, since few that wait for other ranks may take longer."""
+    return Counter(_stream(event) for event in events).most_common(1)[0][0]
 
 
 class _Stages:

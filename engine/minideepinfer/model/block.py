@@ -115,7 +115,7 @@ class Block:
         return HandOver(following.streams, pre, following)
 
     def prepare(self, step: Step) -> None:
-        """Do the host's work for this block, while the device is busy with the one before; no copy may wait for that."""
+        """Do the host's work for this block while the device is busy with the one before; no copy may wait for it."""
         entering = step.rows_entering(self.layer)
         rows = step.source if self.layer.is_candidate_source else entering
         if self.layer.is_kv_source:

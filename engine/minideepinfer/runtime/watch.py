@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -18,15 +18,17 @@ class Watch(threading.Thread):
     """Looks at the other ranks through the store, several times a second.
 
     What it finds is the `verdict`: that a rank has reported a fault, has given no sign of life, or did not come to an
-    exchange in time. The first one that is found by any rank is that of all. A main thread that waits in the store is
-    woken; one that is still stuck elsewhere after `patience` is ended together with its process. So nothing hangs,
-    whatever library the main thread is in.
+    exchange or a collective in time. The first one that is found by any rank is that of all. A main thread that waits
+    in the store is woken; one that is still stuck elsewhere after `patience` (after `grace` if its collective was given
+    up) is ended together with its process. So nothing hangs, whatever library the main thread is in.
 
     Attributes:
         verdict: what has gone wrong, or nothing.
         patience: seconds that a rank waits for others in a step.
         grace: seconds that it gives them when something has gone wrong.
         store_gone: the store has failed, or does not answer; whoever asks it may wait for ever.
+        gave_up: whether a collective of this rank has waited in vain, asked where the main thread may be unable to
+            tell: it waits for the device, on which the collective runs.
 
     Args:
         store: a connection of this thread's own to the ranks' key-value store.
@@ -48,6 +50,9 @@ class Watch(threading.Thread):
         self._decided_at = 0.0
         self._absent: list[int] = []
         self.store_gone = False
+        self.gave_up: Callable[[], bool] = lambda: False
+        self._gave_up_at: float | None = None
+        self._noticed = False
         self._looked = time.monotonic()
         self._seen = [(b"", time.monotonic()) for _ in range(size)]
         self._awaited: tuple[Sequence[str], float] | None = None
@@ -108,6 +113,10 @@ class Watch(threading.Thread):
         """It waits no more."""
         self._awaited = None
 
+    def notice(self) -> None:
+        """The main thread has met an error, so it is not stuck: it says so itself, and gets `patience` to leave."""
+        self._noticed = True
+
     def settle(self, met: str) -> str:
         """What has gone wrong, now that something has; waits until this is known, but not longer than the grace.
 
@@ -116,11 +125,7 @@ class Watch(threading.Thread):
         """
         self._silence = self._short_silence
         if not self.decided.wait(self.grace):
-            self._absent = [rank for rank in range(self._size) if rank != self._rank]
-            with suppress(RuntimeError):
-                self._absent = self._without("stopped/")
-            who = named(self._absent, self._size) if self._absent else "nobody"
-            self._decide(f"{who} took part no more; what rank {self._rank} met was {met}")
+            self._blame(met)
         return self.verdict
 
     def wait_for_others(self) -> None:
@@ -143,6 +148,7 @@ class Watch(threading.Thread):
             self._seen[rank] = (before, when) if beat == before else (beat, now)
         if self._store.check(["fault"]):
             self._decide(self._store.get("fault").decode())
+        self._look_at_collectives(now)
         if silent := self._silent():
             seconds = now - min(self._seen[rank][1] for rank in silent)
             self._decide(f"{named(silent, self._size)} has ended or hangs: no sign of life for {seconds:.1f} s")
@@ -154,6 +160,24 @@ class Watch(threading.Thread):
             if self.verdict:
                 for key in keys:
                     self._store.compare_set(key, "", POISON + self.verdict.encode())
+
+    def _look_at_collectives(self, now: float) -> None:
+        """What the main thread does when a collective fails: say that this rank has stopped, wait, blame the others."""
+        if self._noticed:
+            return
+        if self._gave_up_at is None and self.gave_up():
+            self._store.set(f"stopped/{self._rank}", "1")
+            self._gave_up_at = now
+        if self._gave_up_at is not None and now - self._gave_up_at > self.grace / 2 and not self.verdict:
+            self._blame("a collective that was given up")
+
+    def _blame(self, met: str) -> None:
+        """Decide that those who have not said that they stop have brought this about."""
+        self._absent = [rank for rank in range(self._size) if rank != self._rank]
+        with suppress(RuntimeError):
+            self._absent = self._without("stopped/")
+        who = named(self._absent, self._size) if self._absent else "nobody"
+        self._decide(f"{who} took part no more; what rank {self._rank} met was {met}")
 
     def _the_store(self) -> str:
         return f"the store of the {self._size} ranks, which rank 0 or torchrun serves,"
@@ -175,8 +199,10 @@ class Watch(threading.Thread):
             self.decided.set()
 
     def _end_stuck(self) -> None:
-        busy = self._busy_since
-        if busy is not None and time.monotonic() - max(busy, self._decided_at) > self.patience:
+        busy, patience = self._busy_since, self.patience
+        if self._gave_up_at is not None and not self._noticed:
+            patience = self.grace
+        if busy is not None and time.monotonic() - max(busy, self._decided_at) > patience:
             print(f"mini-deepinfer: {self.verdict}; rank {self._rank} was stuck and is ended", file=sys.stderr)
             sys.stderr.flush()
             os._exit(1)

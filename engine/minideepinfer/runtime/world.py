@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import ErrorType, PrefixStore, TCPStore
 
 from minideepinfer.config import ParallelConfig
 from minideepinfer.errors import ConfigError, MiniDeepInferError, RankError
@@ -182,6 +182,8 @@ class _Ranks(World):
             timeout=timedelta(seconds=self._watch.patience),
             device_id=bound,
         )
+        if bound is not None:  # NCCL runs on the device: the host may wait there, where no error of it is raised
+            self._watch.gave_up = lambda: _nccl_gave_up(bound)
 
     def broadcast(self, value: T) -> T:
         """See `World`. It begins a step: whatever was posted two steps ago has been read by everybody."""
@@ -235,6 +237,7 @@ class _Ranks(World):
 
     def _fail(self, error: BaseException) -> str:
         """Tell the others, leave, and find out what has happened; the watch ends what gets stuck here as well."""
+        self._watch.notice()
         met = f"{type(error).__name__}: {error}"[:_LONGEST_CAUSE].encode(errors="replace").decode()
         if not _is_loss(error):
             self.failure = f"rank {self.rank} of {self.size} failed: {met}"
@@ -293,6 +296,11 @@ def _is_loss(error: BaseException | None) -> bool:
             return True
         error = error.__cause__
     return False
+
+
+def _nccl_gave_up(device: torch.device) -> bool:
+    group = dist.group.WORLD
+    return group is not None and group._get_backend(device).get_error() != ErrorType.SUCCESS
 
 
 def _abandon_group() -> None:

@@ -99,12 +99,20 @@ def edge_recipes(subject: Subject) -> list[Any]:
 
 
 def _edges(subject: Subject, relation: Relation) -> list[Any]:
-    """Every edge case in every dtype; in one of them by turns where an interpreter would make a relation slow."""
+    """Every edge case in every dtype.
+
+    Where an interpreter would make a relation slow, in one dtype by turns, and with changed options every third one;
+    which ones differs between relations.
+    """
     recipes, count = edge_recipes(subject), len(subject.dtypes)
     if not subject.interpreted or relation.name == "matches-reference":
         return recipes
-    turn = len(relation.name)
-    return [recipe for i, recipe in enumerate(recipes) if i % count == (i // count + turn) % count]
+    turn, kept = len(relation.name), []
+    for i, recipe in enumerate(recipes):
+        edge, dtype = divmod(i, count)
+        if dtype == (edge + turn) % count and (not subject.changes or edge % 3 == turn % 3):
+            kept.append(recipe)
+    return kept
 
 
 def _first_failing_edge(subject: Subject, relation: Relation) -> Failure | None:

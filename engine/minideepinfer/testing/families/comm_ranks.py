@@ -213,6 +213,7 @@ def check_chain(
     y: Tensor = torch.cat([outputs["y"] for outputs in found])
     judge = Subject(moe, subject.registry, FAMILY, subject.device)
     judge.family.compare(judge, whole, {"y": y}, judge.reference(whole), 1.0)
+    subject.tally.worst = max(subject.tally.worst, judge.tally.worst)
 
 
 def comm_problem(case: MoeCase, size: int) -> CommProblem:

@@ -73,7 +73,7 @@ def test_continuations_share_the_prompt(capsys: pytest.CaptureFixture[str]) -> N
     assert lines.index(f"[1] {others[0]['text']}".splitlines()[0]) > 0
     assert "prefix cache: 0 hits of 1 prompts, 0 of 8 tokens; 0 pages evicted" in lines
     assert "forks: 2, 0 pages shared, 2 copied; 0 started over" in lines
-    assert any(line.startswith("caches: ") and line.endswith(" bytes a request") for line in lines)
+    assert any(line.startswith("caches (float32): ") and line.endswith(" a request") for line in lines)
 
 
 def test_ids_sampling_and_stop_are_passed_on(capsys: pytest.CaptureFixture[str]) -> None:

@@ -146,6 +146,8 @@ class Play:
     def step(self) -> None:
         scheduled = self.scheduler.schedule()
         assert bool(scheduled) == bool(self.alive), "somebody could run and nobody did"
+        if sum(item.num_new_tokens for item in scheduled) < self.scheduler.max_tokens_per_step:
+            self.check_that_the_first_cannot_be_admitted()
         for item in scheduled:
             self.memory.run(item.request, item.num_new_tokens)
         for item in scheduled:
@@ -153,6 +155,13 @@ class Play:
             self.done["forked behind the prompt"] += len(self.scheduler.branch(item.request))
         for request in [*self.scheduler.running]:
             self.go_on(request)
+
+    def check_that_the_first_cannot_be_admitted(self) -> None:
+        """Pages are interchangeable: if there are enough of them, wherever they are, nobody waits for pages."""
+        if self.scheduler.waiting and self.scheduler.num_free_rings:
+            free = self.pages.num_free + (0 if self.tree is None else self.tree.evictable())
+            assert free < self.pages.pages_for(self.scheduler.waiting[0].max_total_tokens)
+            self.done["waited for pages"] += 1
 
     def go_on(self, request: Request) -> None:
         """What sampling would do: another token, or the end."""
@@ -228,6 +237,7 @@ def test_10000_steps_with_forks_lose_and_mix_up_nothing(prefix: bool) -> None:
     print(f"{dict(play.done)}, {forks}")
     assert forks.copied_pages == play.memory.copied_pages
     assert min(forks.forks, forks.started_over, forks.shared_pages, play.done["gave a parent up"]) > 50
+    assert play.done["waited for pages"] > 50
     assert min(play.done[f"forked while {state}"] for state in ("waiting", "in its prompt", "behind its prompt")) > 50
     if play.tree is not None:
         assert min(play.tree.statistics.hits, play.tree.statistics.evicted_pages, play.done["evicted"]) > 50

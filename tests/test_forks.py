@@ -9,6 +9,7 @@ import pytest
 import torch
 from engine_fixtures import PAGE_TOKENS, poison, pools, runner_of, text_tokens
 from minideepinfer.cache.pages import PageAllocator
+from minideepinfer.checkpoint.size import cache_sizes
 from minideepinfer.errors import RequestError
 from minideepinfer.runtime.engine import Engine
 from minideepinfer.runtime.generation import Generation
@@ -67,22 +68,23 @@ class Forced:
 
 
 @pytest.mark.parametrize(
-    ("name", "replay", "quantization", "decoded"),
+    ("name", "replay", "layout", "decoded"),
     [
-        *(("tiny-a", "full", "none", decoded) for decoded in range(4)),
-        ("tiny-a", "halo", "none", 1),
-        ("tiny-a", "bounded", "none", 2),
+        *(("tiny-a", "full", "float32", decoded) for decoded in range(4)),
+        ("tiny-a", "halo", "float32", 1),
+        ("tiny-a", "bounded", "float32", 2),
         ("tiny-a", "bounded", "released", 3),
-        ("tiny-b", "full", "released", 5),
-        ("tiny-b", "bounded", "none", 2),
+        ("tiny-a", "full", "released", 5),
+        ("tiny-b", "bounded", "float32", 2),
     ],
 )
 def test_a_fork_goes_on_like_a_request_that_had_these_tokens_all_along(
-    name: str, replay: str, quantization: str, decoded: int
+    name: str, replay: str, layout: str, decoded: int
 ) -> None:
     prompt, first, own, theirs = (text_tokens(name, seed, n) for seed, n in ((1, PROMPT), (2, 9), (3, REST), (4, REST)))
     first = first[:decoded]
-    runner = runner_of(name, quantization, replay)
+    quantization = "released" if layout == "released" else "none"
+    runner = runner_of(name, quantization, replay, cache=(("layout", layout),))
     expected = []
     for rest in (own, theirs):
         alone = Forced(runner)
@@ -327,14 +329,16 @@ def test_without_memory_a_fork_waits_and_ends_alike(steps: int, cache: dict[str,
 def test_memory_is_kept_ready_for_the_forks_of_a_prompt() -> None:
     """Else requests that wait would take it, and every fork would compute the prompt again."""
     on = engine()
-    parents = [started(on, seed) for seed in (5, 15)]
+    seeds = (5, 15, 25)
+    parents = [started(on, seed) for seed in seeds]
     children = [
-        child for parent, seed in zip(parents, (5, 15), strict=True) for child in on.fork(parent, [seed + 1, seed + 2])
+        fork for parent, seed in zip(parents, seeds, strict=True) for fork in on.fork(parent, [seed + 1, seed + 2])
     ]
     on.step()
-    assert len(on.scheduler.running) == 4 and on.scheduler.memory.forks.forks == 2
+    assert on.scheduler.running == tuple(g.request for g in (*parents[:2], *children[:2])), "the third one waits"
+    assert on.scheduler.memory.forks.forks == 2
     found = finish(on, [*parents, *children])
-    assert found == [alone(seed) for seed in (5, 15, 6, 7, 16, 17)]
+    assert found == [alone(seed) for seed in (*seeds, 6, 7, 16, 17, 26, 27)]
 
 
 @pytest.mark.parametrize("steps", [0, 1])
@@ -478,3 +482,14 @@ def test_bounded_replay_may_be_forked() -> None:
     assert finish(on, [parent, *children]) == [alone(seed, "bounded") for seed in (5, 6, 5)]
     assert (on.work.encoder_rows, on.work.decoder_rows) == (PROMPT + 33, 16 + 33)
     assert on.work.layer_rows == 5 * (PROMPT + 33) + 4 * (16 + 33)
+
+
+@pytest.mark.parametrize("layout", ["float32", "bf16", "released"])
+@pytest.mark.parametrize("name", ["tiny-a", "tiny-b"])
+def test_statistics_tell_the_bytes_of_checkpoint_size(name: str, layout: str) -> None:
+    runner = runner_of(name, "released", cache=(("layout", layout),))
+    found, size = Engine(runner).cache_statistics, cache_sizes(runner.config.text_config)[layout]
+    assert (found.layout, found.prefix) == (layout, None)
+    assert (found.bytes_per_token, found.bytes_per_request) == (size.bytes_per_token, size.bytes_per_request)
+    assert found.num_bytes == 64 * PAGE_TOKENS[name] * size.bytes_per_token + 4 * size.bytes_per_request
+    assert found.num_bytes == sum(pool.nbytes for pool in pools(runner))

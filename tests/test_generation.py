@@ -61,6 +61,7 @@ def test_a_fork_has_all_that_was_produced_and_goes_on_alike(data: st.DataObject)
         assert (other.finish_reason, other.token_ids) == (None, generation.token_ids[:at]), "the first one is not it"
         assert [push(other, favourite) for favourite in script[at : len(expected)]] == expected[at:]
         assert other.output() == generation.output()
+        assert len(other.output().logprobs or []) == other.num_tokens
 
 
 def play(params: SamplingParams, script: list[int]) -> tuple[list[Chunk], RequestOutput]:

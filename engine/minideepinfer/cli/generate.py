@@ -150,7 +150,7 @@ def _continue(
     except KeyboardInterrupt:
         interrupted = True
     finally:
-        for generation in generations:
+        for generation in reversed(generations):
             llm.abort(generation)
         if not quiet:
             print(flush=True)
@@ -177,9 +177,10 @@ def _report(llm: LLM, continuations: list[list[Chunk]], timer: Any) -> dict[str,
         "decode_tokens_per_s": totals.decode_tokens / totals.decode_seconds if totals.decode_seconds else None,
         "work": asdict(engine.work),
         "peak_memory_bytes": _peak_memory(runner.device.type),
+        "cache_layout": caches.layout,
         "cache_bytes": caches.num_bytes,
         "cache_bytes_per_token": caches.bytes_per_token,
-        "cache_bytes_per_ring": caches.bytes_per_ring,
+        "cache_bytes_per_request": caches.bytes_per_request,
         "prefix": None if caches.prefix is None else asdict(caches.prefix),
         "forks": asdict(caches.forks),
         "checkpoint_bytes_read": runner.bytes_read,
@@ -233,8 +234,8 @@ def _print_report(report: dict[str, Any]) -> None:
 
 
 def _print_caches(report: dict[str, Any]) -> None:
-    size, token, ring = (report[f"cache_bytes{part}"] for part in ("", "_per_token", "_per_ring"))
-    print(f"caches: {size / 2**20:.0f} MiB, {token:.0f} bytes a token and {ring} bytes a request")
+    size, token, ring = (report[f"cache_bytes{part}"] for part in ("", "_per_token", "_per_request"))
+    print(f"caches ({report['cache_layout']}): {size / 2**20:.0f} MiB, {token:g} bytes a token, {ring} a request")
     if prefix := report["prefix"]:
         print(
             f"prefix cache: {prefix['hits']} hits of {prefix['lookups']} prompts, {prefix['hit_tokens']} of "

@@ -65,6 +65,7 @@ class Engine:
         """What the caches take and what they saved so far, on this rank."""
         cache, scheduler = self.runner.cache, self.scheduler
         return CacheStatistics(
+            cache.layout.name,
             cache.num_bytes,
             cache.page_bytes / scheduler.pages.page_tokens,
             cache.ring_bytes,

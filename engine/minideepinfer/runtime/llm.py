@@ -204,7 +204,7 @@ class LLM:
             while any(generation.finish_reason is None for _, generation in started):
                 engine.step()
         finally:
-            for _, generation in started:
+            for _, generation in reversed(started):  # forks before their parent, whose prompt they would compute
                 engine.abort(generation)
         return [generation.output(index) for index, generation in started]
 

@@ -54,8 +54,8 @@ class ForkStatistics:
 class RequestMemory:
     """Gives rings and pages to requests, and takes them back.
 
-    Whoever writes a page is the only one that holds it. Pages that are held by several (of a prefix, of forks) are
-    complete, and behind them no holder goes back.
+    Whoever writes a page is the only one that holds it. Pages that several hold (of a prefix, of forks) are complete,
+    and no holder goes back into them.
 
     Attributes:
         pages: the page budget.
@@ -132,6 +132,7 @@ class RequestMemory:
                 ring and the pages behind, is copied.
         """
         assert child.ring is not None and parent.ring is not None
+        assert len(child.pages) == self.pages.pages_for(child.max_total_tokens) - num_shared
         shared, used = parent.pages[:num_shared], self.pages.pages_for(parent.num_computed_tokens)
         self._copies.copy_ring(parent.ring, child.ring)
         for source, target in zip(parent.pages[num_shared:used], child.pages, strict=False):

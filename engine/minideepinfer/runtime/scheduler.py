@@ -178,6 +178,8 @@ class Scheduler:
     def branch(self, parent: Request) -> list[Request]:
         """Let the forks of a running request go that waited for its prompt, if that is computed by now.
 
+        To be called behind each step, with each request that took part.
+
         Returns:
             Them; from now on they run, or wait on their own.
         """

@@ -36,16 +36,18 @@ class CacheStatistics:
     """The caches of this rank, and what they saved.
 
     Attributes:
+        layout: how entries are stored.
         num_bytes: of all pools.
         bytes_per_token: of global entries and index keys, in all KV sources.
-        bytes_per_ring: of the window entries and kept halves of pairs of a request, in all layers.
+        bytes_per_request: of the window entries and kept halves of pairs of a request, in all layers.
         prefix: totals of the prefix cache; None = it is off.
         forks: totals of requests that went on from others.
     """
 
+    layout: str
     num_bytes: int
     bytes_per_token: float
-    bytes_per_ring: int
+    bytes_per_request: int
     prefix: PrefixStatistics | None
     forks: ForkStatistics
 

@@ -209,6 +209,9 @@ class CacheMachine(RuleBasedStateMachine):
     def _step(self, budget: int) -> None:
         self.scheduler.max_tokens_per_step = budget
         self._poison_free()
+        for scripted in self.alive:
+            if scripted.request in self.scheduler.waiting:  # a fork that starts over has a ring of its own making
+                scripted.final = scripted.request.num_prompt_tokens
         running = self.scheduler.running
         self.engine.step()
         for scripted in list(self.alive):

@@ -7,31 +7,30 @@ a tie was made in it or before it, and is counted then. All other rows must agre
 
 from __future__ import annotations
 
-import random
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
 
 import pytest
 import torch
-from cache_oracle import LONGEST, make_runner, oracle
+from cache_oracle import make_runner, oracle
 from engine_fixtures import poison
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from minideepinfer.cache.prefix_tree import PrefixTree
 from minideepinfer.errors import RequestError
 from minideepinfer.runtime.engine import Engine
 from minideepinfer.runtime.request import LogitsKind, Request
 from minideepinfer.runtime.runner import Runner
+from scripted import BLOCK, LONGEST, Drafted, Scripted, published, tokens
 from torch import Tensor
 
 T = TypeVar("T")
 
 TOLERANCE = 1e-5
-POOL_TOKENS, RINGS, BLOCK = 144, 5, 5
+POOL_TOKENS, RINGS = 144, 5
 STEM = 46
 BUDGETS = st.sampled_from([2, 5, 8, 13, 21, 34, LONGEST])
 
@@ -66,80 +65,9 @@ def _runner(setting: Setting) -> Runner:
     return make_runner(setting.model, setting.replay, max_requests=RINGS, prefix=setting.prefix, **pages)
 
 
-@dataclass(eq=False)
-class Drafted(Request):
-    """Behind its prompt it runs up to `draft` known tokens a step, as a draft that is verified does."""
-
-    draft: int = 1
-
-    def twin(self, request_id: int) -> Drafted:
-        return Drafted(**vars(super().twin(request_id)), draft=self.draft)
-
-    @property
-    def num_pending_tokens(self) -> int:
-        if self.in_prompt:
-            return super().num_pending_tokens
-        return min(self.draft, len(self.token_ids) - self.num_computed_tokens)
-
-
-class Scripted:
-    """Stands for a `Generation`: its tokens are not sampled but those of a seed, the same at the same position.
-
-    Attributes:
-        rows: logits by position that were not compared yet.
-        final: tokens that no rollback may reach any more.
-        asked: its next rows are to be compared at once.
-    """
-
-    params, prompt_logprobs = None, ()
-
-    def __init__(self, request: Drafted, seed: int) -> None:
-        self.request, self.seed = request, seed
-        self.finish_reason: str | None = None
-        self.rows: dict[int, Tensor] = {}
-        self.final, self.asked = request.num_prompt_tokens, False
-
-    def accept(self, positions: range, logits: Tensor) -> None:
-        request = self.request
-        self.rows |= dict(zip(positions, logits, strict=True))
-        self.final = max(self.final, request.num_computed_tokens - BLOCK)
-        if request.all_computed:
-            if request.num_computed_tokens == request.max_total_tokens:
-                self.finish_reason = "length"
-            self.extend(request.draft)
-
-    def extend(self, count: int) -> None:
-        """Let so many tokens follow those that are known, as far as there is room."""
-        request, known = self.request, len(self.request.token_ids)
-        request.token_ids += tokens(self.seed, LONGEST)[known : min(known + count, request.max_total_tokens)]
-
-    def fork(self, request: Drafted, seed: int) -> Scripted:
-        child = Scripted(request, seed)
-        child.final, child.asked = self.final, True
-        return child
-
-    def abort(self) -> None:
-        self.finish_reason = "abort"
-
-
-@cache
-def tokens(seed: int, length: int) -> tuple[int, ...]:
-    return tuple(random.Random(seed).choices(range(90), k=length))
-
-
 def _pick(data: st.DataObject, items: Sequence[T]) -> T:
     """One of them, drawn by number, since failures print what is drawn."""
     return items[data.draw(st.integers(0, len(items) - 1))]
-
-
-def published(tree: PrefixTree) -> Iterator[tuple[tuple[int, ...], Any]]:
-    """Every node of a tree, with all tokens up to its end."""
-    stack = [((), tree._root)]
-    while stack:
-        ids, node = stack.pop()
-        stack += [((*ids, *edge), child) for edge, child in node.children.items()]
-        if ids:
-            yield ids, node
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -281,6 +209,9 @@ class CacheMachine(RuleBasedStateMachine):
     def _step(self, budget: int) -> None:
         self.scheduler.max_tokens_per_step = budget
         self._poison_free()
+        for scripted in self.alive:
+            if scripted.request in self.scheduler.waiting:  # a fork that starts over has a ring of its own making
+                scripted.final = scripted.request.num_prompt_tokens
         running = self.scheduler.running
         self.engine.step()
         for scripted in list(self.alive):
@@ -296,9 +227,10 @@ class CacheMachine(RuleBasedStateMachine):
 
     def _exact(self, request: Request, position: int) -> bool:
         """Whether a row equals a cold run's: all that are not run again, or behind a cut decoder all from the last."""
+        first = request.num_prompt_tokens - 1
         if request.logits == "all" or self.setting.replay == "full":
-            return position >= request.num_shared_tokens
-        return position >= request.num_prompt_tokens - 1
+            first = min(first, request.num_shared_tokens)
+        return position >= first
 
     def _ask(self, scripted: Scripted) -> None:
         """Compare the rows that came so far with the oracle's."""
@@ -385,7 +317,7 @@ class CacheMachine(RuleBasedStateMachine):
             self._step(LONGEST)
         assert not self.alive
         self._count()
-        if self.tree:
+        if self.tree is not None:
             self.tree.evict(self.pages.num_pages)
             assert len(self.tree) == 0, "tree: pages that nobody uses can be evicted"
         assert self.pages.num_free == self.pages.num_pages, "pages: all come back"
@@ -394,5 +326,5 @@ class CacheMachine(RuleBasedStateMachine):
     def _count(self) -> None:
         forks = self.scheduler.memory.forks
         self.seen.update({f"forks: {name}": number for name, number in vars(forks).items()})
-        if self.tree:
+        if self.tree is not None:
             self.seen.update({f"prefixes: {name}": number for name, number in vars(self.tree.statistics).items()})

@@ -26,10 +26,10 @@ from minideepinfer.runtime.runner import Runner
 from minideepinfer.runtime.scheduler import ScheduledRequest
 from minideepinfer.testing.margins import CHOICES, CLEAR_MARGIN, SCORED, choice_margins
 from minideepinfer.testing.models import model_config
+from scripted import LONGEST
 from torch import Tensor
 
-WINDOW, LONGEST = 4, 72
-_COMMON: dict[str, Any] = {"sliding_window": WINDOW, "index_n_heads": 16}
+_COMMON: dict[str, Any] = {"sliding_window": 4, "index_n_heads": 16}
 MODELS: dict[str, dict[str, Any]] = {
     "reuse in the encoder": _COMMON,  # the kit's: window, ratio 2, reuse; candidate source, search
     "reuse in the decoder": _COMMON

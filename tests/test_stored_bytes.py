@@ -13,12 +13,12 @@ from collections.abc import Iterator
 import measured
 import pytest
 import torch
-from cache_machine import BLOCK, LONGEST, STEM, Drafted, Scripted, published, tokens
 from cache_oracle import make_runner
 from engine_fixtures import poison
 from minideepinfer.runtime.engine import Engine
 from minideepinfer.runtime.request import Request
 from minideepinfer.runtime.runner import Runner
+from scripted import BLOCK, LONGEST, Drafted, Scripted, published, tokens
 from torch import Tensor
 
 PAGES = {"page_tokens": 8, "num_pages": 15, "max_requests": 4, "prefix": True}
@@ -48,7 +48,7 @@ class Life:
                 self.alive = [scripted for scripted in self.alive if scripted.finish_reason is None]
 
     def add(self) -> None:
-        ids = tokens(0, STEM)[: self.rng.randrange(STEM)] + tokens(self.rng.randrange(2, 5), self.rng.randrange(1, 10))
+        ids = tokens(0, 46)[: self.rng.randrange(46)] + tokens(self.rng.randrange(2, 5), self.rng.randrange(1, 10))
         prompt, draft = max(1, len(ids) - self.rng.choice([0, 6])), self.rng.choice([1, 3, 6])
         request = Drafted(next(self.engine._ids), list(ids), prompt, len(ids) + 12, "kept", draft=draft)
         self.alive.append(Scripted(request, self.rng.randrange(30, 39)))

@@ -24,6 +24,8 @@ from minideepinfer_attention.window import LARGEST_WINDOW, WindowAttention
 
 MANY_ROWS = 17
 """From here on a program for each row is faster than splitting keys, on one H200."""
+UNPACKED_AT_MOST = 8
+"""Entries unpacked for each one that a row reads. On one H200 decoding in the tile takes as long at about 10."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,11 +69,12 @@ class FewOrMany:
         return metadata.operator.run(*inputs, metadata.metadata)
 
 
-def _reads_most_entries(problem: AttentionProblem) -> Callable[[Batch], bool]:
-    """Whether rows read as many entries as there are, so that all may be unpacked for them."""
+def _reads_many_entries(problem: AttentionProblem) -> Callable[[Batch], bool]:
+    """Whether rows read so many entries that all may be unpacked for them."""
 
     def check(batch: Batch) -> bool:
-        return batch.num_tokens * problem.index_topk >= sum(visible_entries(batch, problem.compress_ratio))
+        read = batch.num_tokens * problem.index_topk
+        return UNPACKED_AT_MOST * read >= sum(visible_entries(batch, problem.compress_ratio))
 
     return check
 
@@ -80,7 +83,7 @@ def build(context: BuildContext) -> AttentionOperator:
     """Build `fused`."""
     problem, device, clock = context.problem, context.device, context.clock
     packed = problem.cache_layout == PACKED
-    if problem.phase is Phase.DECODE and (packed or not suits_gluon(problem)):
+    if problem.phase is Phase.DECODE and (not suits_gluon(problem) or (packed and problem.compress_ratio)):
         return DirectAttention(problem, device)
     if problem.phase is Phase.PREFILL and not problem.compress_ratio and problem.sliding_window <= LARGEST_WINDOW:
         return WindowAttention(problem, device, clock)
@@ -90,5 +93,5 @@ def build(context: BuildContext) -> AttentionOperator:
         return FewOrMany(DirectAttention(problem, device), sparse, lambda batch: batch.num_tokens >= MANY_ROWS, many)
     if packed and problem.compress_ratio:
         direct = DirectAttention(problem, device)
-        return FewOrMany(direct, sparse, _reads_most_entries(problem), "where rows read most entries")
+        return FewOrMany(direct, sparse, _reads_many_entries(problem), "where rows read many entries")
     return sparse

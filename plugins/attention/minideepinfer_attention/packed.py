@@ -1,6 +1,6 @@
 """Pages in cache layout `released`, unpacked into a plain pool of a batch's own, for kernels that read plain entries.
 
-That pays where rows read most entries many times, as in the prefill of long prompts.
+That pays where rows read entries many times, as in the prefill of long prompts.
 """
 
 from __future__ import annotations

@@ -38,8 +38,8 @@ class FusedIndexer:
         self._tiling = Tiling.of(problem)
         self._fp8 = arithmetic == "fp8"
         packed = problem.cache_layout == "released"
-        # Where many rows read all keys, these are unpacked once. A pool of candidates, or few rows, read them in place.
-        self._unpacks = packed and problem.phase is Phase.PREFILL and not problem.uses_candidates
+        # Where many rows read keys, these are unpacked once; few rows decode them as they read them.
+        self._unpacks = packed and problem.phase is Phase.PREFILL
         self._gluon = not interpreting() and _suits_gluon(problem, self._fp8, packed and not self._unpacks)
         self.form = "gluon" if self._gluon else "triton, interpreted" if interpreting() else "triton"
 

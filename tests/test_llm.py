@@ -87,6 +87,16 @@ def test_kept_logits_are_the_last_window_of_the_prompt_and_all_behind_it() -> No
     assert distance(kept, whole[18:]) > 1e-5, "bounded replay is an approximation"
 
 
+def test_full_replay_keeps_all_logits_whatever_is_known_of_the_prompt() -> None:
+    """Behind a prefix hit some rows would be missing, and others have run with windows that are cut off."""
+    ids = (PROMPT * 60)[:400]
+    with LLM("tiny", EngineConfig(**EXACT, cache={"prefix": True, "page_tokens": 8})) as llm:
+        cold = llm.forward([ids], logits="kept")[0]
+        assert cold.shape == (400, 2048)
+        llm.generate(ids, SamplingParams(max_tokens=1))
+        assert torch.equal(llm.forward([ids], logits="kept")[0], cold)
+
+
 def test_greedy_continuations_are_the_recorded_ones(llm: LLM) -> None:
     recorded = list(RECORDED["greedy"].values())
     outputs = llm.generate([r["prompt_ids"] for r in recorded], SamplingParams(max_tokens=64))

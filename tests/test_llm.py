@@ -343,7 +343,8 @@ def test_handles_run_together_and_fork_in_the_middle(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((0,), "n is 0; a number of forks, at least 1"),
+        ((0,), "n is 0; a number of forks from 1 to 4096 is needed"),
+        ((10**30,), "n is 1000000.* from 1 to 4096"),
         ((True,), "n is True"),
         ((2, [1]), "1 seeds were given for 2 forks"),
         ((1, ["x"]), "sampling parameters: seed"),

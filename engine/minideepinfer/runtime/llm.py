@@ -263,7 +263,7 @@ class LLM:
 
         Args:
             generation: from `start` or `fork`; has not ended.
-            n: how many.
+            n: how many, 4096 at most.
             seeds: one for each; None = each draws by itself.
 
         Raises:

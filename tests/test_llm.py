@@ -13,6 +13,7 @@ import pytest
 import torch
 from minideepinfer import LLM, EngineConfig, MiniDeepInferError, RequestError, SamplingParams
 from minideepinfer.runtime.outputs import RequestOutput
+from minideepinfer.runtime.sampler import Sampler
 from safetensors import safe_open
 
 DATA = Path(__file__).parent / "data" / "trained"
@@ -369,6 +370,19 @@ def test_a_step_that_fails_gives_up_what_it_ran_and_the_model_goes_on(
             llm.generate(PROMPT)
     assert [(chunk.token_ids, chunk.finish_reason) for chunk in stream] == [([], "abort")]
     assert llm.generate(PROMPT, SamplingParams(max_tokens=3))[0].token_ids == CONTINUATION[:3]
+
+
+def test_what_ended_before_its_step_failed_has_ended(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    parent = llm.start(PROMPT, SamplingParams(max_tokens=1))
+    (child,) = llm.fork(parent)
+    sample, drawn = Sampler.sample, iter(range(2))
+    with monkeypatch.context() as patch:
+        patch.setattr(Sampler, "sample", lambda *args: interrupt() if next(drawn) else sample(*args))
+        with pytest.raises(KeyboardInterrupt):
+            llm.step()
+    assert [chunk.finish_reason for chunk in parent.chunks] == [parent.finish_reason] == ["length"]
+    assert [chunk.finish_reason for chunk in child.chunks] == [child.finish_reason] == ["abort"]
+    assert not llm.engine.busy
 
 
 def interrupt(*_: Any) -> None:

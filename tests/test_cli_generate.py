@@ -71,6 +71,7 @@ def test_continuations_share_the_prompt(capsys: pytest.CaptureFixture[str]) -> N
     assert main(["generate", *EXACT, "--n", "3", *sampled, "4", "--set", "cache.prefix=true"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines.index(f"[1] {others[0]['text']}".splitlines()[0]) > 0
+    assert "work: 23 rows before the candidate source, 23 from it on; 230 rows x layers" in lines
     assert "prefix cache: 0 hits of 1 prompts, 0 of 8 tokens; 0 pages evicted" in lines
     assert "forks: 2, 0 pages shared, 2 copied; 0 started over" in lines
     assert any(line.startswith("caches (float32): ") and line.endswith(" a request") for line in lines)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from minideepinfer import LLM, EngineConfig, MiniDeepInferError, RequestError, SamplingParams
 from minideepinfer.runtime.outputs import RequestOutput
+from minideepinfer.runtime.sampler import Sampler
 from safetensors import safe_open
 
 DATA = Path(__file__).parent / "data" / "trained"
@@ -85,6 +86,16 @@ def test_kept_logits_are_the_last_window_of_the_prompt_and_all_behind_it() -> No
     assert whole.shape == (60, 2048)
     assert int((kept.argmax(-1) == whole[18:].argmax(-1)).sum()) >= 40
     assert distance(kept, whole[18:]) > 1e-5, "bounded replay is an approximation"
+
+
+def test_full_replay_keeps_all_logits_whatever_is_known_of_the_prompt() -> None:
+    """Behind a prefix hit some rows would be missing, and others have run with windows that are cut off."""
+    ids = (PROMPT * 60)[:400]
+    with LLM("tiny", EngineConfig(**EXACT, cache={"prefix": True, "page_tokens": 8})) as llm:
+        cold = llm.forward([ids], logits="kept")[0]
+        assert cold.shape == (400, 2048)
+        llm.generate(ids, SamplingParams(max_tokens=1))
+        assert torch.equal(llm.forward([ids], logits="kept")[0], cold)
 
 
 def test_greedy_continuations_are_the_recorded_ones(llm: LLM) -> None:
@@ -333,7 +344,8 @@ def test_handles_run_together_and_fork_in_the_middle(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((0,), "n is 0; a number of forks, at least 1"),
+        ((0,), "n is 0; a number of forks from 1 to 4096 is needed"),
+        ((10**30,), "n is 1000000.* from 1 to 4096"),
         ((True,), "n is True"),
         ((2, [1]), "1 seeds were given for 2 forks"),
         ((1, ["x"]), "sampling parameters: seed"),
@@ -358,6 +370,19 @@ def test_a_step_that_fails_gives_up_what_it_ran_and_the_model_goes_on(
             llm.generate(PROMPT)
     assert [(chunk.token_ids, chunk.finish_reason) for chunk in stream] == [([], "abort")]
     assert llm.generate(PROMPT, SamplingParams(max_tokens=3))[0].token_ids == CONTINUATION[:3]
+
+
+def test_what_ended_before_its_step_failed_has_ended(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    parent = llm.start(PROMPT, SamplingParams(max_tokens=1))
+    (child,) = llm.fork(parent)
+    sample, drawn = Sampler.sample, iter(range(2))
+    with monkeypatch.context() as patch:
+        patch.setattr(Sampler, "sample", lambda *args: interrupt() if next(drawn) else sample(*args))
+        with pytest.raises(KeyboardInterrupt):
+            llm.step()
+    assert [chunk.finish_reason for chunk in parent.chunks] == [parent.finish_reason] == ["length"]
+    assert [chunk.finish_reason for chunk in child.chunks] == [child.finish_reason] == ["abort"]
+    assert not llm.engine.busy
 
 
 def interrupt(*_: Any) -> None:

@@ -156,6 +156,8 @@ def test_log_probabilities_are_of_the_raw_distribution(logits: torch.Tensor, dat
         ({"logprobs": -1}, "logprobs"),
         ({"prompt_logprobs": "2"}, "prompt_logprobs"),
         ({"ignore_eos": 1}, "ignore_eos"),
+        ({"n": 0}, "n"),
+        ({"n": 10**30}, "n: .* less than or equal to 4096"),
         ({"best_of": 2}, "best_of: unknown key"),
     ],
 )

@@ -17,9 +17,9 @@ class PrefixStatistics:
     """Totals since the start.
 
     Attributes:
-        lookups: prompts that were admitted.
+        lookups: prompts that were admitted, also those that run whole because all their logits are wanted.
         hits: of them, those with at least one page.
-        lookup_tokens: tokens looked up.
+        lookup_tokens: their tokens.
         hit_tokens: of them, those that were found.
         evicted_pages: pages given back for others.
     """

@@ -230,6 +230,11 @@ def _print_report(report: dict[str, Any]) -> None:
     print(f"peak memory: {peak / 2**20:.0f} MiB" if peak else "peak memory: unknown", end="; ")
     read, skipped = report["checkpoint_bytes_read"], report["checkpoint_bytes_skipped"]
     print(f"read {read / 1e6:.1f} MB of the checkpoint, skipped {skipped / 1e6:.1f} MB (draft and vision)")
+    work = report["work"]
+    print(
+        f"work: {work['encoder_rows']} rows before the candidate source, {work['decoder_rows']} from it on; "
+        f"{work['layer_rows']} rows x layers"
+    )
     _print_caches(report)
 
 

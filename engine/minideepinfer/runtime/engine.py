@@ -250,7 +250,8 @@ class Engine:
         forks = [child for child in self.scheduler.pending_forks if child.parent in self.scheduler.running]
         for request in (*forks, *self.scheduler.running):
             self.scheduler.abort(request.request_id)
-            if generation := self._generations.pop(request.request_id, None):
+            generation = self._generations.pop(request.request_id, None)
+            if generation is not None and generation.finish_reason is None:  # else its last chunk was given out
                 generation.abort()
 
     def _deliver(self, result: RequestLogits) -> list[tuple[RequestLogits, Generation | None]]:

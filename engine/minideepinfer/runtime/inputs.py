@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from minideepinfer.errors import RequestError
 from minideepinfer.runtime.capture import Capture
 from minideepinfer.runtime.generation import Generation
-from minideepinfer.runtime.params import SamplingParams
+from minideepinfer.runtime.params import MOST_CONTINUATIONS, SamplingParams
 
 Prompt = str | Sequence[int]
 """Text, or token ids that are taken as given."""
@@ -90,8 +90,8 @@ def as_generation(value: Any) -> Generation:
 
 def as_seeds(seeds: Sequence[int | None] | None, number: int) -> list[int | None]:
     """Seeds of so many forks; what a seed may be is checked by `SamplingParams`."""
-    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-        raise RequestError(f"n is {number!r}; a number of forks, at least 1, is needed")
+    if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= MOST_CONTINUATIONS:
+        raise RequestError(f"n is {number!r}; a number of forks from 1 to {MOST_CONTINUATIONS} is needed")
     listed: list[int | None] = [None] * number
     if seeds is not None:
         listed = as_list(seeds, "seeds", "a list of seeds")

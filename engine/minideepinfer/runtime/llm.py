@@ -30,6 +30,7 @@ from minideepinfer.runtime.inputs import (
 )
 from minideepinfer.runtime.outputs import Chunk, RequestOutput
 from minideepinfer.runtime.params import SamplingParams
+from minideepinfer.runtime.request import LogitsKind
 from minideepinfer.runtime.runner import Runner
 from minideepinfer.runtime.world import join
 
@@ -146,8 +147,9 @@ class LLM:
                 golden sets.
             num_prompt_tokens: per sequence, tokens that run as a prompt; those behind them run one a step, as in
                 decoding. None = all.
-            logits: `all` = every position, each run through every layer; `kept` = in bounded replay only the positions
-                that run every layer anyway: the last window of the prompt and all behind it.
+            logits: `all` = every position, each run through every layer; `kept` = only the positions that run every
+                layer anyway: with `replay: full` all; with `bounded` the last window of the prompt, with `halo` its
+                tail, and all behind it.
 
         Returns:
             For each sequence float32 `[len, vocab]` on the CPU (`kept`: its last rows); with `capture` also, for each
@@ -162,10 +164,12 @@ class LLM:
         if logits not in ("all", "kept"):
             raise RequestError(f"logits is {logits!r}; `all` or `kept` is needed")
         recorder = None if capture is None else as_recorder(capture)
+        # With full replay a prefix hit would leave rows out, and run others only to rebuild window rings.
+        kind: LogitsKind = "all" if engine.runner.engine_config.replay == "full" else logits
         requests = []
         for index, (ids, prompt) in enumerate(listed):
             with naming(f"sequence {index}"):
-                requests.append(engine.make_request(ids, len(ids), prompt, logits))
+                requests.append(engine.make_request(ids, len(ids), prompt, kind))
         pieces = engine.score(requests, recorder)
         results = [torch.cat(pieces[request.request_id]) for request in requests]
         if recorder is None:
@@ -259,7 +263,7 @@ class LLM:
 
         Args:
             generation: from `start` or `fork`; has not ended.
-            n: how many.
+            n: how many, 4096 at most.
             seeds: one for each; None = each draws by itself.
 
         Raises:

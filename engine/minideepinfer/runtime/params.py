@@ -10,6 +10,8 @@ from minideepinfer.config.model import describe
 from minideepinfer.errors import RequestError
 
 _SEEDS = 2**63
+MOST_CONTINUATIONS = 4096
+"""Of one prompt; a mistaken number is refused before it fills the memory with handles."""
 
 
 class SamplingParams(BaseModel):
@@ -27,8 +29,8 @@ class SamplingParams(BaseModel):
         logprobs: report each generated token's log-probability and those of so many most likely tokens.
         prompt_logprobs: the same for the prompt, which then runs every row through every layer.
         ignore_eos: do not end at the checkpoint's end token.
-        n: continuations of the prompt, which is computed once for all of them if memory allows. Continuation i draws
-            what a request of its own with seed `seed + i` draws; without a seed each draws by itself.
+        n: continuations of the prompt, 4096 at most; it is computed once for all of them if memory allows. Continuation
+            i draws what a request of its own with seed `seed + i` draws; without a seed each draws by itself.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -44,7 +46,7 @@ class SamplingParams(BaseModel):
     logprobs: int | None = Field(None, ge=0)
     prompt_logprobs: int | None = Field(None, ge=0)
     ignore_eos: bool = False
-    n: int = Field(1, ge=1)
+    n: int = Field(1, ge=1, le=MOST_CONTINUATIONS)
 
     @field_validator("stop", "stop_token_ids", mode="before")
     @classmethod

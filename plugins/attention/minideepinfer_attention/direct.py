@@ -142,12 +142,12 @@ def row_tile(
 ) -> dict[str, Any]:
     """`head_tile`; few rows have 16 heads in a large tile, so that more programs share their work, without spills.
 
-    Few are those whose keys are still split among two programs at least. Large tiles of packed keys are small enough
-    for them to be decoded in registers.
+    Few are those whose keys are still split among two programs at least. Tiles of packed keys are small enough for the
+    registers and shared memory that decoding takes.
     """
     tile = head_tile(num_heads, head_dim, dtype)
-    if packed and tile["num_warps"] == 8:
-        tile |= {"BLOCK_H": min(32, tile["BLOCK_H"]), "BLOCK_K": 32}
+    if packed and (tile["num_warps"] == 8 or tile["BLOCK_D"] > 256):
+        tile |= {"BLOCK_H": min(32, tile["BLOCK_H"]), "BLOCK_K": min(32, tile["BLOCK_K"])}
     if tile["num_warps"] == 8 and 2 * num_tokens * triton.cdiv(num_heads, 16) <= programs:
         tile["BLOCK_H"] = 16
     return tile

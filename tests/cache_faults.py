@@ -142,8 +142,10 @@ def what_was_taken_back_may_be_taken_back_again(patch: MonkeyPatch) -> None:
 
 
 def a_fork_shares_the_last_page(patch: MonkeyPatch) -> None:
+    final_pages = Scheduler._final_pages
+
     def one_more(self: Scheduler, request: Request) -> int:
-        return min(self.pages.pages_for(request.num_computed_tokens), len(request.pages) - 1)
+        return min(final_pages(self, request) + 1, len(request.pages) - 1)
 
     patch.setattr(Scheduler, "_final_pages", one_more)
 

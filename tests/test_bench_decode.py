@@ -48,7 +48,7 @@ def test_records_hold_bytes_and_their_floor(bench: DecodeBench) -> None:
     rates = {"copy_tb_s": 2.0, "float32_tflops": 1.0}
     problem = replace(bench.problem, batch_sizes=(1, 4), contexts=(64,))
     bench.problem = problem
-    one, four = measure_decode(MODEL, CPU, problem, rates=rates, bench=bench)
+    one, four = measure_decode(bench, rates=rates)
     assert (one.name, four.name) == ("batch 1, context 64", "batch 4, context 64")
     for record, batch in ((one, 1), (four, 4)):
         step, moved = record.values["step"].median, record.values["bytes"].median

@@ -108,7 +108,7 @@ def test_made_up_ranks_append_strangers_and_return_own_rows() -> None:
 
 
 def test_a_record_says_everything(bench: PrefillBench) -> None:
-    record = measure_prefill(MODEL, CPU, bench.problem, bench=bench, rates={"copy_tb_s": 1.0, "float32_tflops": 1.0})
+    record = measure_prefill(bench, rates={"copy_tb_s": 1.0, "float32_tflops": 1.0})
     assert record.headline.startswith("one rank of 2, no network; dtype float32, ")
     assert "the other ranks' 64 tokens are random rows, fresh in each step" in record.headline
     assert record.values["step"].repeats == bench.problem.steps

@@ -9,15 +9,15 @@ import torch
 from minideepinfer.operators import NoClock, Selection, load_registry
 from minideepinfer.operators.problem import AttentionProblem
 from minideepinfer.testing.families.attention import FAMILY
-from minideepinfer.testing.recipes.attention import AttentionRecipe
+from minideepinfer.testing.recipes.attention import AttentionCase, AttentionRecipe
 from minideepinfer.testing.recipes.batch import CPU, BatchRecipe
 from minideepinfer.testing.relations import matches_reference, repeatable
 from minideepinfer.testing.subject import Subject
 from minideepinfer_attention import fused
-from minideepinfer_attention.direct import row_tile
+from minideepinfer_attention.direct import DirectAttention, row_tile
 from minideepinfer_attention.refusals import refuses
 from minideepinfer_attention.rows import window_buffer, window_layout
-from minideepinfer_attention.sparse import SparseMetadata, sparse_attention
+from minideepinfer_attention.sparse import SparseAttention, SparseMetadata, sparse_attention
 from minideepinfer_attention.window import WindowTile, WindowTiles
 from torch import Tensor
 
@@ -96,15 +96,74 @@ def test_few_rows_of_many_heads_share_them_out() -> None:
     matches_reference(checked, case)
 
 
+def test_tiles_of_packed_keys_fit_into_shared_memory() -> None:
+    """16 heads x 512 with 64 keys at a time took 260 KiB on the card, which has 227."""
+    tile = row_tile(100, 132, 16, 512, torch.bfloat16, packed=True)
+    assert (tile["BLOCK_H"], tile["BLOCK_K"]) == (16, 32)
+
+
 @pytest.mark.parametrize("rows", [1, 3])
-def test_decode_takes_the_schedule_of_its_rows(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused, "MANY_ROWS", 2)
+def test_decode_takes_the_schedule_of_its_rows(rows: int) -> None:
     batch = BatchRecipe((1,) * rows, (20, 3, 70)[:rows], decode=True)
     case = AttentionRecipe(batch, "bfloat16", 2, 16, 4, 7, 1, 9, sink=1.0).build()
-    operator = fused.DecodeAttention(case.problem, CPU, NoClock())
-    assert isinstance(operator.prepare(case.batch), SparseMetadata) == (rows == 3)
+    few, many = DirectAttention(case.problem, CPU), SparseAttention(case.problem, CPU, NoClock())
+    operator = fused.FewOrMany(few, many, lambda batch: batch.num_tokens >= 2, "from 2 rows")
+    assert isinstance(operator.prepare(case.batch).metadata, SparseMetadata) == (rows == 3)
     checked = subject("fused")
     checked.family.compare(checked, case, {"heads": case.run(operator)}, checked.reference(case), 1.0)
+
+
+def plain(case: AttentionCase) -> AttentionCase:
+    """The call with the same numbers in plain pools."""
+    layout, dtype = case.layout, case.q.dtype
+    return replace(
+        case,
+        problem=replace(case.problem, cache_layout="bf16" if dtype == torch.bfloat16 else "float32"),
+        window_ring=layout.window.decode(case.window_ring, dtype),
+        global_kv=None if case.global_kv is None else layout.main.decode(case.global_kv, dtype),
+    )
+
+
+@DTYPES
+@pytest.mark.parametrize("name", ["fused", "indexed"])
+@pytest.mark.parametrize("ratio", [0, 1, 2])
+@pytest.mark.parametrize("decode", [False, True])
+def test_packed_keys_give_the_bits_of_plain_ones(name: str, decode: bool, ratio: int, dtype: str) -> None:
+    """Several tiles, a padding request, scales of all sizes; the tiles are those of plain keys at this width."""
+    batch = BatchRecipe((2, 1, 3), (190, 3, 40), padding=(1,), decode=decode)
+    recipe = AttentionRecipe(
+        batch, dtype, 2, 96, 8, 70, ratio, 90, pattern="mixed", sink=1.0, kv_amplitude=1e-2, cache_layout="released"
+    )
+    case = recipe.build()
+    assert case.window_ring.dtype == torch.uint8
+    checked = subject(name)
+    matches_reference(checked, case)
+    found, expected = (each.run(checked.operator(each)) for each in (case, plain(case)))
+    assert torch.equal(found[:2], expected[:2]) and torch.equal(found[3:], expected[3:])
+
+
+@pytest.mark.parametrize(("topk", "unpacked"), [(3, False), (20, True)])
+def test_pages_are_unpacked_where_rows_read_many_entries(topk: int, unpacked: bool) -> None:
+    recipe = AttentionRecipe(LONG, "bfloat16", 2, 32, 8, 5, 1, topk, pattern="valid", cache_layout="released")
+    case = recipe.build()
+    metadata = subject("fused").operator(case).prepare(case.batch).metadata
+    assert isinstance(metadata, SparseMetadata) == unpacked
+    if unpacked:
+        pages = sum(-(-(context + length) // 8) for context, length in zip((190, 3), (2, 1), strict=True))
+        assert metadata.packed is not None and metadata.packed.pages.shape == (pages,)
+        assert metadata.batch.block_table[1, 0] == -(-192 // 8)
+    matches_reference(subject("fused"), case)
+
+
+@pytest.mark.parametrize("rows", [1, 7])
+def test_large_tiles_of_packed_keys(rows: int) -> None:
+    batch = BatchRecipe((1,) * rows, (70,) * rows, decode=True)
+    recipe = AttentionRecipe(batch, "bfloat16", 40, 256, 4, 20, 1, 50, sink=1.0, cache_layout="released")
+    tile = row_tile(rows, 8, 40, 256, torch.bfloat16, packed=True)
+    assert (tile["BLOCK_H"], tile["BLOCK_K"]) == (16 if rows == 1 else 32, 32)
+    checked, case = subject("indexed"), recipe.build()
+    checked.operator(case).programs = 8
+    matches_reference(checked, case)
 
 
 @DTYPES

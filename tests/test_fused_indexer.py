@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from minideepinfer.cache.layouts import cache_layout
 from minideepinfer.errors import OperatorError
 from minideepinfer.operators import BuildContext
 from minideepinfer.quantization import qdq_mxfp4
@@ -107,11 +108,35 @@ def mxfp4_case(spread: int, **recipe: object) -> IndexerCase:
     return replace(case, q=q, index_keys=keys, problem=problem)
 
 
+@pytest.mark.parametrize("arithmetic", ["bf16", "fp8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("role", ["source", "reindex"])
+@pytest.mark.parametrize("decode", [False, True])
+@pytest.mark.parametrize("head_dim", [96, 128])
+def test_packed_keys_give_the_selection_of_plain_ones(
+    head_dim: int, decode: bool, role: str, dtype: str, arithmetic: str
+) -> None:
+    """Scores are of the same numbers in the same order; a padding request owns no page."""
+    batch = BatchRecipe((2, 3, 1), (190, 7, 70), padding=(1,), page_tokens=16, decode=decode)
+    recipe = IndexerRecipe(
+        batch, dtype, 3, head_dim, topk=20, role=role, candidate_topk_blocks=5, candidate_block_size=8
+    )
+    case = recipe.packed().build()
+    keys = cache_layout("released").index.decode(case.index_keys, case.q.dtype)
+    layout = "bf16" if dtype == "bfloat16" else "float32"
+    plain = replace(case, index_keys=keys, problem=replace(case.problem, cache_layout=layout))
+    found, expected = (each.run(FusedIndexer(each.problem, arithmetic)) for each in (case, plain))
+    assert torch.equal(found[0], expected[0])
+    assert (found[1] is None) == (expected[1] is None) == (role == "reindex")
+    if found[1] is not None and expected[1] is not None:
+        assert torch.equal(found[1], expected[1])
+
+
 def dequantized(case: IndexerCase) -> tuple[Tensor, Tensor]:
     """Queries and keys as `fp8` sees them, float32; keys of the first request in order."""
     shape = tiling.Tiling.of(case.problem)
     metadata = tiling.plan(case.problem, shape, case.batch)
-    pages = PageList.of(metadata.counts, CPU)
+    pages = PageList.of(metadata.counts, case.batch)
     operands = to_e4m3(case.q, case.head_weights, case.index_keys, metadata, pages, shape)
     assert operands.key_scales is not None
     scale = operands.head_weights / case.head_weights.float()

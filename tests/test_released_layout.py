@@ -16,9 +16,10 @@ from minideepinfer import LLM, EngineConfig, SamplingParams
 from minideepinfer.cache.layouts import LAYOUTS
 from minideepinfer.checkpoint.verify import directory_of
 from minideepinfer.config import ModelConfig
-from minideepinfer.operators import load_registry, resolve
+from minideepinfer.operators import TOKEN_INDICES, load_registry, resolve
 from minideepinfer.operators.build import build
 from minideepinfer.operators.plan import PlannedOperator
+from minideepinfer.operators.support import obstacles
 from minideepinfer.runtime.engine import Engine
 from minideepinfer.runtime.problems import layer_problems
 from minideepinfer.runtime.runner import Runner
@@ -114,8 +115,9 @@ def _global_pools(engine: Engine) -> list[Tensor]:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_generated_tokens_of_the_trained_model(dtype: str) -> None:
+    """Two forks of each prompt, which share pages and have copies of a ring."""
     prompts = ["The quick brown fox", "def main(", "Once upon a time, in a land"]
-    params = SamplingParams(max_tokens=24, temperature=0.8, seed=5, logprobs=2)
+    params = SamplingParams(max_tokens=24, temperature=0.8, seed=5, logprobs=2, n=2)
     outputs = []
     for layout in ("released", PLAIN[dtype]):
         with LLM("tiny", EngineConfig(dtype=dtype, device="cpu", cache={"layout": layout, "num_pages": 32})) as llm:
@@ -185,13 +187,13 @@ def test_naive_indexer_alone(recipe: IndexerRecipe, head_dim: int) -> None:
         assert torch.equal(found[1], expected[1])
 
 
-def test_fused_operators_refuse_it_and_the_plan_says_why() -> None:
-    """On the hardware that they are made for; `auto` then takes naive ones."""
+def test_fused_operators_serve_it_and_others_are_refused_by_name() -> None:
+    """On the hardware that fused operators are made for `auto` takes them, as with plain caches."""
     config = EngineConfig(cache={"layout": "released"}, device="cpu", dtype="bfloat16")
     problems = layer_problems(ModelConfig.from_file(directory_of("tiny")), config, "cuda", (9, 0))
     plan = resolve(load_registry(), config, problems)
     for family in ("attention", "indexer"):
-        chosen = {planned.registered.name for key, planned in plan.operators.items() if key[0] == family}
-        assert chosen == {"naive"}
-        told = [line for line in plan.rejection_lines() if f"{family}:fused" in line or "fused" in line]
-        assert any("has cache layout released, needs float32 or bf16" in line for line in told), plan.rejection_lines()
+        assert {p.registered.name for key, p in plan.operators.items() if key[0] == family} == {"fused"}
+        stranger = replace(naive(family).declaration, accepts={"cache": ("bf16",), "selection": (TOKEN_INDICES,)})
+        problem = next(p for key, p in problems.items() if key[0] == family)
+        assert obstacles(stranger, problem)[0] == "has cache layout released, needs bf16"

@@ -5,7 +5,10 @@ from __future__ import annotations
 from itertools import repeat
 
 import pytest
+import torch
 from engine_fixtures import Arrival, play, poison, runner_of, text_tokens
+from golden_sets import GOLDEN
+from minideepinfer import LLM, EngineConfig, SamplingParams
 from minideepinfer.config import ModelConfig
 from minideepinfer.runtime.batching import make_parts
 from minideepinfer.runtime.replay import tail_rows
@@ -72,3 +75,38 @@ def test_rows_behind_the_candidate_source(replay: str, layers_rows: int) -> None
     request = Request(1, list(range(PROMPT)), PROMPT, PROMPT, "all")
     (part,) = make_parts([ScheduledRequest(request, PROMPT)], config, replay)
     assert part.kept == 0, "all logits need all rows"
+
+
+@pytest.mark.parametrize("chunk", [PROMPT, 37])
+@pytest.mark.parametrize("replay", ["halo", "bounded"])
+def test_the_candidate_source_publishes_the_entries_of_all_rows(replay: str, chunk: int) -> None:
+    """Rows that end there leave the entries that they leave when every row runs every layer."""
+    found = {}
+    for kind in ("full", replay):
+        runner = runner_of("tiny-a", replay=kind)
+        poison(runner)
+        request = Request(0, list(text_tokens("tiny-a", 3, PROMPT)), PROMPT, PROMPT, ring=0, pages=list(range(12)))
+        while not request.all_computed:
+            runner.execute([ScheduledRequest(request, min(chunk, request.num_pending_tokens))])
+        source = runner.config.text_config.candidate_source_layer_id
+        found[kind] = [pool[source].flatten(0, 1)[:PROMPT] for pool in (runner.cache.main, runner.cache.index_keys)]
+    for own, full in zip(found[replay], found["full"], strict=True):
+        assert own.isfinite().all()
+        torch.testing.assert_close(own, full, rtol=1e-5, atol=1e-5)
+
+
+def test_prompt_log_probabilities_run_all_rows() -> None:
+    """They need every row's logits, so bounded replay cuts nothing, and they are those of full replay."""
+    config = {"dtype": "float32", "device": "cpu", "kv_quantization": "none", "activation_quantization": "none"}
+    ids, params = list(text_tokens("tiny-a", 3, PROMPT)), SamplingParams(max_tokens=1, prompt_logprobs=0)
+    scores, work = {}, {}
+    for replay in ("full", "bounded"):
+        with LLM(GOLDEN / "tiny-a", EngineConfig(**config, replay=replay, cache={"page_tokens": 8})) as llm:
+            (output,) = llm.generate(ids, params)
+            scores[replay] = output.prompt_logprobs
+            work[replay] = llm.engine.work.layer_rows
+            llm.generate(ids, SamplingParams(max_tokens=1))
+            work[replay, "last"] = llm.engine.work.layer_rows - work[replay]
+    assert scores["bounded"] == scores["full"] and len(scores["full"] or ()) == PROMPT
+    assert work["bounded"] == work["full"] == work["full", "last"] == 9 * PROMPT
+    assert work["bounded", "last"] == 5 * PROMPT + 4 * 16

@@ -6,7 +6,7 @@ import time
 
 import pytest
 import torch
-from minideepinfer.measure.stages import StageTimer
+from minideepinfer.measure.stages import UNSEEN, StageTimer
 
 CPU = torch.device("cpu")
 
@@ -75,6 +75,101 @@ def test_reset_forgets(monkeypatch: pytest.MonkeyPatch) -> None:
     with timer.stage("b"):
         clock.now += 1
     assert [row.stage for row in timer.table()] == ["b"]
+
+
+class FakeEvent:
+    """An event that is counted."""
+
+    recorded = 0
+
+    def __init__(self, enable_timing: bool) -> None:
+        self.at = 0.0
+
+    def record(self, stream: object) -> None:
+        FakeEvent.recorded += 1
+        self.at = time.perf_counter()
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        return 1e3 * (end.at - self.at)
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> StageTimer:
+    """A timer whose events are counted, on a GPU that needs no time."""
+    monkeypatch.setattr(FakeEvent, "recorded", 0)
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    return StageTimer(torch.device("cuda"))
+
+
+def repeated_step(timer: StageTimer, clock: FakeTime, layers: int = 10) -> None:
+    with timer.stage("step"):
+        clock.now += 3
+        for _ in range(layers):
+            with timer.stage("experts"):
+                clock.now += 1
+                with timer.stage("gate"):
+                    clock.now += 2
+                with timer.stage("experts"):
+                    clock.now += 4
+            clock.now += 0.5
+            with timer.stage("norms"):
+                clock.now += 8
+
+
+WHOLE = {"step": 3 + 5, "experts": 50, "gate": 20, "norms": 80}
+
+
+def test_a_stage_inside_itself_needs_no_marks(cuda: StageTimer, monkeypatch: pytest.MonkeyPatch) -> None:
+    repeated_step(cuda, FakeTime(monkeypatch))
+    rows = {row.stage: row for row in cuda.table()}
+    assert {name: row.milliseconds / 1e3 for name, row in rows.items()} == pytest.approx(WHOLE)
+    assert rows["experts"].calls == 20
+    assert FakeEvent.recorded == 2 + 10 * 6, "the ends of the step, and six of the eight of each layer"
+
+
+@pytest.mark.parametrize("parts", [1, 3, 5, 20, 33])
+def test_parts_add_up_to_the_step(cuda: StageTimer, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = FakeTime(monkeypatch)
+    repeated_step(cuda, clock)
+    assert cuda.entered == 20
+    found: dict[str, float] = {}
+    for part in range(parts):
+        cuda.look_at(part, parts)
+        repeated_step(cuda, clock)
+        table = {row.stage: row.milliseconds / 1e3 for row in cuda.table()}
+        assert sum(table.values()) == pytest.approx(sum(WHOLE.values())), "nothing is lost between the ends of a step"
+        for name, seconds in table.items():
+            found[name] = found.get(name, 0.0) + seconds
+    unseen = found.pop(UNSEEN, 0.0)
+    assert found == pytest.approx(WHOLE)
+    assert unseen == pytest.approx((parts - 1) * sum(WHOLE.values()))
+
+
+def test_a_part_has_its_share_of_the_events(cuda: StageTimer, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, counts = FakeTime(monkeypatch), []
+    repeated_step(cuda, clock)
+    for part in range(5):
+        cuda.look_at(part, 5)
+        before = FakeEvent.recorded
+        repeated_step(cuda, clock)
+        counts.append(FakeEvent.recorded - before)
+    assert max(counts) <= 62 / 5 + 4
+    assert cuda.table(), "and they are read"
+
+
+def test_a_step_with_more_stages_than_the_one_before_is_looked_at_to_its_end(
+    cuda: StageTimer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, total = FakeTime(monkeypatch), 0.0
+    repeated_step(cuda, clock, layers=2)
+    for part in range(3):
+        cuda.look_at(part, 3)
+        repeated_step(cuda, clock)
+        total += sum(row.milliseconds / 1e3 for row in cuda.table() if row.stage != UNSEEN)
+        cuda.entered = 4  # as if the one before had been short again
+    assert total == pytest.approx(sum(WHOLE.values()))
 
 
 @pytest.mark.gpu

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 from minideepinfer.measure.record import Machine, Measurement, Record, Software, read_records, write_records
-from minideepinfer.measure.stages import SwitchedClock
+from minideepinfer.measure.stages import UNSEEN, SwitchedClock
 from minideepinfer.measure.step_report import BETWEEN_KERNELS, prefill_lines, stage_lines
 from minideepinfer.measure.steps import (
     WITH_STAGES,
     KernelTimes,
     StepTimes,
-    _middle,
+    _sum_of_parts,
     _with_gaps,
     fused_stages,
     time_steps,
@@ -65,31 +66,31 @@ def test_a_stage_with_a_known_delay_shows_that_delay() -> None:
 
 def test_stages_sum_to_the_step() -> None:
     times = fake_times(FakeRank(), steps=5)
-    middle = sum(sorted(times.staged)[1:4]) / 3
-    assert sum(times.stages.values()) == pytest.approx(middle, rel=0.03)
+    assert sum(times.stages.values()) == pytest.approx(statistics.median(times.staged), rel=0.03)
+    assert times.covered == pytest.approx([1.0] * 5, abs=0.02)
     assert len(times.steps) == len(times.staged) == 5
 
 
-def test_a_table_leaves_out_the_fastest_and_the_slowest_fifth() -> None:
-    steps = [(40.0, {"a": 30.0, "b": 10.0}), (900.0, {"a": 890.0}), (42.0, {"a": 31.0, "b": 11.0}), (1.0, {"a": 1.0})]
-    steps.append((44.0, {"a": 32.0, "b": 12.0}))
-    assert _middle(steps) == {"a": 31.0, "b": 11.0}
-    assert _middle(steps[:1]) == {"a": 30.0, "b": 10.0}
-    assert _middle([]) == {}
+def test_a_step_is_the_sum_of_its_parts() -> None:
+    first = [{"a": 30.0, UNSEEN: 12.0}, {"a": 900.0, UNSEEN: 12.0}, {"a": 32.0, "b": 1.0, UNSEEN: 13.0}]
+    second = [{UNSEEN: 30.0, "a": 2.0, "b": 10.0}, {UNSEEN: 31.0, "b": 12.0}]
+    assert _sum_of_parts([first, second]) == {"a": 33.0, "b": 11.0}
+    assert _sum_of_parts([[{"a": 30.0, "b": 10.0}]]) == {"a": 30.0, "b": 10.0}
+    assert _sum_of_parts([[]]) == {}
 
 
 def test_time_without_kernels_is_a_stage_of_its_own() -> None:
     events = {"attention core": 10.0, "gate": 3.0, "communication": 4.0, "other": 1.0}
     kernels = KernelTimes({"attention core": 9.0, "gate": 3.5, "communication": 1.0}, hidden=0.0)
-    stages = _with_gaps(events, kernels)
+    stages = _with_gaps(events, kernels, 17.5)
     assert stages == {
         "attention core": 9.0,
         "gate": 3.0,
         "communication": 4.0,  # waiting for other ranks is communication
         "other": 0.0,
-        BETWEEN_KERNELS: 2.0,
+        BETWEEN_KERNELS: 1.5,  # of the step in which nothing was timed, 17.5
     }
-    assert sum(stages.values()) == sum(events.values())
+    assert _with_gaps(events, kernels, 15.0)[BETWEEN_KERNELS] == 0.0
 
 
 def test_fused_stages_are_those_that_operators_name() -> None:
@@ -126,6 +127,7 @@ RECORD = Record(
         "peak_memory": value(94.5 * 2**30, "bytes"),
         "step_with_stages": value(226.0),
         "stage_overhead": value(0.009, "1"),
+        "stages_covered": value(0.991, "1"),
         "kernels": value(210.0),
     },
     stages={"grouped GEMM": 100.0, "attention core": 60.0, "key gather": 40.0, "other": 10.0, BETWEEN_KERNELS: 14.0},
@@ -156,7 +158,7 @@ def test_the_table_shows_what_is_fused_and_what_is_absent() -> None:
     order = [line[:22].strip() for line in stage_lines(RECORD)[1:6]]
     assert order == ["grouped GEMM", "attention core", "key gather", "other", BETWEEN_KERNELS]
     text = "\n".join(stage_lines(RECORD))
-    assert "+0.9% (+0.9% to +0.9%) against the step before it; the stages are 99.1% of it" in text
+    assert "+0.9% (+0.9% to +0.9%) against the step before it, 99.1% of it between events" in text
     assert "kernels of a traced step 210.0 ms, the step 224.0 ms: +14.0 ms" in text
 
 

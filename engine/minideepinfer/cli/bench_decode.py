@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from minideepinfer.cli.bench_steps import add_step_options, model_of, profile_of, ranks_of, say, silent
+from minideepinfer.cli.bench_steps import StepBenchmark, add_rank_options, add_step_options, profile_of, run_benchmark
 
 
 def add_decode(actions: Any) -> None:
@@ -14,6 +14,7 @@ def add_decode(actions: Any) -> None:
     parser.add_argument("--batch", type=_numbers, metavar="N,...", help="batch sizes, requests of this rank")
     parser.add_argument("--context", type=_numbers, metavar="N,...", help="tokens before the new one")
     add_step_options(parser)
+    add_rank_options(parser)
     parser.set_defaults(run=_run)
 
 
@@ -25,30 +26,14 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from dataclasses import replace
-
-    from minideepinfer.measure.decode import PRESETS, DecodeBench, headline, measure_decode
-    from minideepinfer.measure.record import Record, write_records
+    from minideepinfer.measure.decode import PRESETS, DecodeBench, measure_decode
     from minideepinfer.measure.step_report import decode_lines
 
     profile = profile_of(args)
-    with ranks_of(args) as (engine, world):
-        given = {"batch_sizes": args.batch, "contexts": args.context, "num_layers": args.layers, "steps": args.steps}
-        given |= {"checkpoint": args.model, "world_size": world.size if world.size > 1 else None}
-        problem = replace(PRESETS[args.preset], **{name: value for name, value in given.items() if value is not None})
-        config = model_of(args.preset, engine, args.model)
-        first = world.rank == 0
-        bench = DecodeBench(config, engine, problem, world)
-        if first:
-            print("\n".join([headline(bench), *bench.rank.setup.plan.lines()]), flush=True)
-        records: list[Record] = []
-        measured = measure_decode(
-            config, engine, problem, profile=profile, bench=bench, progress=say if first else silent
-        )
-        for record in measured:
-            records.append(record)
-            if first:
-                print("\n".join(decode_lines(record)), flush=True)
-                if args.output:
-                    write_records(args.output, records)
-    return 0
+    benchmark = StepBenchmark(
+        PRESETS,
+        DecodeBench,
+        lambda bench, progress: measure_decode(bench, profile=profile, progress=progress),
+        decode_lines,
+    )
+    return run_benchmark(args, benchmark, steps=args.steps, batch_sizes=args.batch, contexts=args.context)

@@ -109,6 +109,16 @@ class DecodeBench:
             for index in range(batch_size)
         ]
 
+    @property
+    def headline(self) -> str:
+        """What is absent or made up, and the precision."""
+        if self.rank.others is None:
+            return f"{self.rank.headline()}; each rank has requests of its own"
+        return (
+            f"{self.rank.headline()}; each other rank has as many tokens as this one, random rows, fresh in each step "
+            "and routed by the real gate outside its time; their partial sums are left out"
+        )
+
     def renew(self) -> None:
         """Rewind, with fresh rows of the other ranks."""
         self.rank.rewind()
@@ -116,32 +126,24 @@ class DecodeBench:
 
 
 def measure_decode(
-    model_config: ModelConfig,
-    engine_config: EngineConfig,
-    problem: DecodeProblem,
+    bench: DecodeBench,
     *,
     profile: Profile | None = None,
     rates: Mapping[str, float] | None = None,
-    bench: DecodeBench | None = None,
     progress: Callable[[str], None] = lambda what: None,
 ) -> Iterator[Record]:
     """Run the benchmark, a record for each batch size and context.
 
     Args:
-        model_config: the model.
-        engine_config: precision and operators.
-        problem: how much of it.
+        bench: what is measured.
         profile: what is looked at beside the step; a trace is that of the last batch.
         rates: of this machine in this run; None = they are measured now, before the steps.
-        bench: one of the same configurations and problem that exists already; None = it is made.
         progress: told what comes next.
 
     Raises:
-        ConfigError: it cannot be run like that, or logits are not finite.
-        OperatorError: a chosen operator cannot serve it.
+        ConfigError: logits are not finite.
     """
-    bench = bench or DecodeBench(model_config, engine_config, problem)
-    device = bench.rank.setup.device
+    device, problem = bench.rank.setup.device, bench.problem
     if rates is None:
         progress("measuring rates")
         rates = measured_rates(device)
@@ -176,7 +178,7 @@ def _measure(bench: DecodeBench, batch_size: int, context: int, profile: Profile
     return Record(
         benchmark="decode",
         name=f"batch {batch_size}, context {context}",
-        headline=headline(bench),
+        headline=bench.headline,
         machine=watch.machine(),
         software=software(),
         problem={"batch_size": batch_size, "context": context, **rank.described()},
@@ -188,14 +190,4 @@ def _measure(bench: DecodeBench, batch_size: int, context: int, profile: Profile
         inside=fused_stages(rank.operators(Phase.DECODE)) if times.stages else {},
         floors={**floors, "step": moved / rates[COPY] / 1e9},
         rates=dict(rates),
-    )
-
-
-def headline(bench: DecodeBench) -> str:
-    """What is absent or made up, and the precision."""
-    if bench.rank.others is None:
-        return f"{bench.rank.headline()}; each rank has requests of its own"
-    return (
-        f"{bench.rank.headline()}; each other rank has as many tokens as this one, random rows, fresh in each step and "
-        "routed by the real gate outside its time; their partial sums are left out"
     )

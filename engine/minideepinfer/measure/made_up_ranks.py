@@ -50,7 +50,8 @@ class MadeUpRanks:
         return self._rows[self._own :]
 
     def draw(self, blocks: Sequence[Block], generator: torch.Generator) -> None:
-        """Fresh rows of the others, routed by the gate of every block; not a part of a step."""
+        """Fresh rows of the others for the next step, routed by the gate of every block; not a part of a step."""
+        self.next_layer = 0
         self.strangers.normal_(generator=generator)
         self._routing = []
         for block in blocks:

@@ -113,6 +113,19 @@ class PrefillBench:
         """The rank's."""
         return self.rank.cache
 
+    @property
+    def headline(self) -> str:
+        """What is absent or made up, and the precision."""
+        new = self.problem.new_tokens
+        line = f"{self.rank.headline()}; {new} new tokens behind {self.problem.context - new} cached ones"
+        if self.rank.others is None:
+            return f"{line}; each rank has as many of its own"
+        others = (self.problem.world_size - 1) * new
+        return (
+            f"{line}; the other ranks' {others} tokens are random rows, fresh in each step and routed by "
+            "the real gate outside its time; their partial sums are left out"
+        )
+
     def change(self, engine_config: EngineConfig, problem: PrefillProblem) -> None:
         """Go over to another plan, with the same weights and cache; see `Rank.change`.
 
@@ -186,36 +199,26 @@ class PrefillBench:
 
 
 def measure_prefill(
-    model_config: ModelConfig,
-    engine_config: EngineConfig,
-    problem: PrefillProblem,
+    bench: PrefillBench,
     *,
     name: str = "prefill",
     profile: Profile = WITH_STAGES,
     rates: Mapping[str, float] | None = None,
-    bench: PrefillBench | None = None,
     progress: Callable[[str], None] = lambda what: None,
 ) -> Record:
     """Run the benchmark.
 
     Args:
-        model_config: the model.
-        engine_config: precision, replay and operators.
-        problem: how much of it.
+        bench: what is measured.
         name: of the record.
         profile: what is looked at beside the step.
         rates: of this machine in this run; None = they are measured now, behind the steps.
-        bench: one of the same configurations and problem that exists already; None = it is made.
         progress: told what comes next.
 
     Raises:
-        ConfigError: it cannot be run like that, or what comes out is not worth measuring.
-        OperatorError: a chosen operator cannot serve it.
+        ConfigError: what comes out is not worth measuring.
     """
-    if bench is None:
-        progress("making weights")
-        bench = PrefillBench(model_config, engine_config, problem)
-    device = bench.rank.setup.device
+    device, problem = bench.rank.setup.device, bench.problem
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     watch = MachineWatch(device)
@@ -236,7 +239,7 @@ def measure_prefill(
     return Record(
         benchmark="prefill",
         name=name,
-        headline=headline(bench),
+        headline=bench.headline,
         machine=machine,
         software=software(),
         problem={"context": problem.context, "new_tokens": problem.new_tokens, **bench.rank.described()},
@@ -249,19 +252,6 @@ def measure_prefill(
         floors={**floors, "step": sum(floors.values()) - floors[Stage.FP4_DECODING]},
         rates=dict(rates),
         notes=tuple(notes),
-    )
-
-
-def headline(bench: PrefillBench) -> str:
-    """What is absent or made up, and the precision."""
-    new = bench.problem.new_tokens
-    line = f"{bench.rank.headline()}; {new} new tokens behind {bench.problem.context - new} cached ones"
-    if bench.rank.others is None:
-        return f"{line}; each rank has as many of its own"
-    others = (bench.problem.world_size - 1) * new
-    return (
-        f"{line}; the other ranks' {others} tokens are random rows, fresh in each step and routed by "
-        "the real gate outside its time; their partial sums are left out"
     )
 
 

@@ -47,7 +47,8 @@ def _fill(
             piece.copy_(entries.encode(values if rounded is None else rounded(values)))
 
 
-def with_cache(engine_config: EngineConfig, num_pages: int, max_requests: int) -> EngineConfig:
-    """The same configuration with room for just that."""
-    cache = engine_config.cache.model_copy(update={"num_pages": num_pages, "max_requests": max_requests})
+def with_cache(engine_config: EngineConfig, num_pages: int, max_requests: int, **others: bool) -> EngineConfig:
+    """The same configuration with room for just that, and other settings of the cache."""
+    update = {"num_pages": num_pages, "max_requests": max_requests, **others}
+    cache = engine_config.cache.model_copy(update=update)
     return engine_config.model_copy(update={"cache": cache})

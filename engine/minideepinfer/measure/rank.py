@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -35,6 +35,7 @@ class Rank:
         world: the ranks that there are.
         others: the ranks that there are not; None if all are there.
         clock: told of stages; its target can be changed.
+        engram_hash: finds the tokens' rows among those that the ranks hold.
         routing: experts of the rows of all ranks, by layer, int32 `[T', k]`; see `note_routing`.
     """
 
@@ -60,7 +61,7 @@ class Rank:
         device, rank = self.setup.device, self.world.rank
         self.clock = SwitchedClock(NoClock())
         self.routing: dict[int, torch.Tensor] = {}
-        self._hash = FoldedHash(model_config, shape.checkpoint, device, shape.part(rank))
+        self.engram_hash = FoldedHash(model_config, shape.checkpoint, device, shape.part(rank))
         self._maker = shape.weights(self.setup, rank)
         self._weights = weights = self._maker.make()
         self.others: MadeUpRanks | None = None
@@ -115,7 +116,7 @@ class Rank:
         )
         self.draw_others()
 
-    def set_replay(self, replay: Literal["full", "bounded"]) -> None:
+    def set_replay(self, replay: str) -> None:
         """From now on this many prompt rows run the decoder layers; nothing else depends on it."""
         engine = self.setup.engine_config.model_copy(update={"replay": replay})
         self.setup = replace(self.setup, engine_config=engine)
@@ -140,7 +141,7 @@ class Rank:
         """Pack requests: the step, and the rows of its output whose logits are wanted."""
         engine, device = self.setup.engine_config, self.setup.device
         parts = make_parts(scheduled, self.config, engine.replay)
-        step = build_step(parts, self.config, self._hash, engine.cache.page_tokens, device)
+        step = build_step(parts, self.config, self.engram_hash, engine.cache.page_tokens, device)
         step.clock = self.clock
         counts = self.world.exchange((step.encoder.num_tokens, step.decoder.num_tokens))
         if self.others is not None:

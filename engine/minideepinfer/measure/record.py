@@ -62,7 +62,7 @@ class Record(_Frozen):
     """One benchmark result.
 
     Attributes:
-        benchmark: what was run: `kernel`, `prefill`, `decode` or `ladder`.
+        benchmark: what was run: `kernel`, `parts` of one (benchmarks/), `prefill`, `decode`, `prefix` or `ladder`.
         name: within a benchmark, e.g. `attention:fused` or a rung of the ladder; unique in a file.
         headline: the first line of its report; says what is absent or made up.
         problem: what was measured, in plain data; equal problems are comparable.
@@ -79,7 +79,7 @@ class Record(_Frozen):
     """
 
     version: Literal[1] = RECORD_VERSION
-    benchmark: Literal["kernel", "prefill", "decode", "ladder"]
+    benchmark: Literal["kernel", "parts", "prefill", "decode", "prefix", "ladder"]
     name: str
     headline: str
     machine: Machine

@@ -12,6 +12,12 @@ import torch
 
 from minideepinfer.operators import StageClock
 
+UNSEEN = "not looked at"
+"""The stage of the parts of a step that are not looked at."""
+
+_BEGIN, _END = -1, -2
+"""Where the first part begins, and where the last one ends, however many stages there are."""
+
 _MAX_MARKS = 1 << 15
 """Marks kept as CUDA events before they are read, so that a long run does not pile them up."""
 
@@ -35,14 +41,24 @@ class StageTimer:
 
     Each beginning and each end of a stage is a mark on the stream on which the outermost stage began; the time between
     two marks belongs to the innermost stage open there, so that under one outer stage nothing is lost, waiting for the
-    host included. On CUDA a mark is an event, made once and used again, and nothing is synchronised before the table is
-    asked for.
+    host included. A stage inside one of the same name needs no marks. On CUDA a mark is an event, made once and used
+    again, and nothing is synchronised before the table is asked for.
+
+    Recording an event costs host and GPU a few microseconds, and a step has a thousand of them. So that a step is not
+    made longer by them, one can `look_at` a part of it only, at another one in each repetition: outside of the part
+    there are no events but those at both ends of the step.
+
+    Attributes:
+        entered: how many stages the latest outermost stage held directly; parts are made of so many.
     """
 
     def __init__(self, device: torch.device) -> None:
+        self.entered = 0
         self._device = device
         self._cuda = device.type == "cuda"
         self._stack: list[str] = []
+        self._looking, self._entered = True, 0
+        self._first, self._last = _BEGIN, _END
         self._stream: torch.cuda.Stream | None = None
         self._marks: list[tuple[Mark, str]] = []
         self._free: list[torch.cuda.Event] = []
@@ -62,6 +78,19 @@ class StageTimer:
         self._seconds.clear()
         self._calls.clear()
 
+    def look_at(self, part: int, parts: int) -> None:
+        """Forget everything measured so far, and look at one part of each outermost stage from now on.
+
+        The parts of repetitions of one step add up to it; the rest of each is `UNSEEN`.
+
+        Args:
+            part: which, from 0.
+            parts: of how many, each with as many of the stages that the latest outermost stage held directly.
+        """
+        self.reset()
+        self._first = part * self.entered // parts if part else _BEGIN
+        self._last = (part + 1) * self.entered // parts if part + 1 < parts else _END
+
     def table(self) -> list[StageRow]:
         """Stages by time, longest first."""
         self._resolve()
@@ -73,16 +102,41 @@ class StageTimer:
 
     def enter(self, name: str) -> None:
         """Open a stage; see `stage`."""
-        if self._cuda and not self._stack:
-            self._stream = torch.cuda.current_stream(self._device)
-        self._stack.append(name)
-        self._calls[name] += 1
-        self._mark(name)
+        stack = self._stack
+        if not stack:
+            self._begin(name)
+        elif len(stack) == 1:
+            self._next_inner()
+        if self._looking:
+            self._calls[name] += 1
+            if stack and stack[-1] != name:
+                self._mark(name)
+        stack.append(name)
 
     def leave(self) -> None:
         """Close the innermost stage."""
-        self._stack.pop()
-        self._mark(self._stack[-1] if self._stack else "")
+        stack = self._stack
+        name = stack.pop()
+        if not stack:
+            self.entered = self._entered
+            self._mark("")
+        elif self._looking and stack[-1] != name:
+            self._mark(stack[-1])
+
+    def _begin(self, name: str) -> None:
+        if self._cuda:
+            self._stream = torch.cuda.current_stream(self._device)
+        self._looking, self._entered = self._first == _BEGIN, 0
+        self._mark(name if self._looking else UNSEEN)
+
+    def _next_inner(self) -> None:
+        """A part begins or ends where the outermost stage opens another one."""
+        if self._entered == self._last:
+            self._looking = False
+            self._mark(UNSEEN)
+        elif self._entered == self._first:
+            self._looking = True
+        self._entered += 1
 
     def _mark(self, following: str) -> None:
         """What follows belongs to a stage; to nobody if that is empty."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from minideepinfer.measure.record import Record
+from minideepinfer.measure.record import Measurement, Record
 from minideepinfer.operators import Stage
 
 BETWEEN_KERNELS = "between kernels"
@@ -42,6 +42,37 @@ def decode_lines(record: Record) -> list[str]:
     return [*lines, *stage_lines(record)] if record.stages else lines
 
 
+def prefix_lines(record: Record) -> list[str]:
+    """One replay of `bench prefix`, behind headline and plan."""
+    cold, hit, speed_up = (record.values[name] for name in ("cold", "hit", "hit_over_cold"))
+    lines = [
+        f"{record.name}: cold {_run(record, 'cold', cold)}; {_chunks(record)}",
+        f"{record.name}: hit {_run(record, 'hit', hit)}; {1 / speed_up.median:.1f} times as fast{_memory(record)}",
+    ]
+    for name in ("cold", "hit"):
+        counted, formula = (record.values[f"{name}_layer_rows{by}"].median for by in ("", "_by_formula"))
+        lines.append(f"{record.name}: {name} rows x layers {counted:,.0f}, by formula {formula:,.0f}")
+    if "step_over_full" in record.values:
+        share = record.values["step_over_full"]
+        lines.append(
+            f"{record.name}: the decoder skip saves {1 - share.median:.1%} of the step of a chunk that runs all layers "
+            f"({1 - share.high:.1%} to {1 - share.low:.1%} of {share.repeats} chunks, side by side)"
+        )
+    return lines
+
+
+def _run(record: Record, name: str, time: Measurement) -> str:
+    spread = f" ({time.low / 1e3:.3f} to {time.high / 1e3:.3f}, {time.repeats} runs)" if time.repeats > 1 else ""
+    return (
+        f"{time.median / 1e3:.3f} s{spread}, {record.values[f'{name}_tokens_per_second'].median:,.0f} prompt tokens/s"
+    )
+
+
+def _chunks(record: Record) -> str:
+    step = record.values["cold_step"]
+    return f"{step.repeats} steps of {step.median:.1f} ms ({step.low:.1f} to {step.high:.1f})"
+
+
 def stage_lines(record: Record) -> list[str]:
     """The table of stages, with what a reader needs to judge it."""
     total, staged = sum(record.stages.values()), record.values["step_with_stages"].median
@@ -51,10 +82,10 @@ def stage_lines(record: Record) -> list[str]:
     lines.append(
         f"{'sum':<22}{total:>9.2f}{'':>8}{sum(record.floors.get(stage, 0.0) for stage in record.stages):>9.2f}"
     )
-    overhead = record.values["stage_overhead"]
+    overhead, covered = record.values["stage_overhead"], record.values["stages_covered"].median
     lines.append(
         f"with stages timed a step takes {staged:.1f} ms, {overhead.median:+.1%} ({overhead.low:+.1%} to "
-        f"{overhead.high:+.1%}) against the step before it; the stages are {total / staged:.1%} of it"
+        f"{overhead.high:+.1%}) against the step before it, {covered:.1%} of it between events"
     )
     if "kernels" in record.values:
         kernels, step = record.values["kernels"].median, record.values["step"].median

@@ -7,9 +7,10 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 
 from minideepinfer.measure.rank import Rank
-from minideepinfer.measure.stages import StageTimer
+from minideepinfer.measure.stages import UNSEEN, StageTimer
 from minideepinfer.measure.step_report import BETWEEN_KERNELS
 from minideepinfer.measure.trace import KernelTimes, TraceClock, kernel_times, trace_step
 from minideepinfer.operators import NoClock, Stage, StageClock
@@ -32,6 +33,8 @@ class Profile:
 
 
 WITH_STAGES = Profile(stages=True)
+PARTS = 5
+"""Parts of a step; stages are timed in one of them at a time, so that no step has more than so many of the events."""
 
 
 @dataclass(frozen=True)
@@ -40,15 +43,17 @@ class StepTimes:
 
     Attributes:
         steps: each step, nothing else looked at.
-        staged: as many steps in which stages were timed, in turn with the others.
-        stages: exclusive time of each stage, mean over the middle three fifths of the staged steps; with
-            `BETWEEN_KERNELS` if kernels are known.
+        staged: as many steps in which stages were timed, in turn with the others, each in one part of the step.
+        stages: exclusive time of each stage, the sum over the parts of the median of the looks at it. If kernels are
+            known, no longer than those, and the rest of a step in which nothing was timed is `BETWEEN_KERNELS`.
+        covered: of each staged step, the share that lies between its first and its last mark.
         kernels: of one step under the profiler; None on a CPU, and where the profiler sees none.
     """
 
     steps: list[float]
     staged: list[float] = field(default_factory=list)
     stages: dict[str, float] = field(default_factory=dict)
+    covered: list[float] = field(default_factory=list)
     kernels: KernelTimes | None = None
 
 
@@ -74,26 +79,31 @@ def time_steps(
     timer = StageTimer(rank.setup.device)
     for _ in range(warmup):
         _one(rank, step, between, timer)
+    parts = min(PARTS, steps) if timer.entered else 1
     plain: list[float] = []
-    staged: list[tuple[float, dict[str, float]]] = []
-    for _ in range(steps):
+    staged: list[float] = []
+    looks: list[dict[str, float]] = []
+    for number in range(steps):
         plain.append(_one(rank, step, between, None))
         if profile.stages:
-            timer.reset()
-            total = _one(rank, step, between, timer)
-            staged.append((total, {row.stage: row.milliseconds for row in timer.table()}))
-    stages = _middle(staged)
+            timer.look_at(number % parts, parts)
+            staged.append(_one(rank, step, between, timer))
+            looks.append({row.stage: row.milliseconds for row in timer.table()})
+    covered = [sum(look.values()) / total for look, total in zip(looks, staged, strict=True)]
+    stages = _sum_of_parts([looks[part::parts] for part in range(parts)])
     kernels = _traced(rank, step, between, profile)
-    totals = [total for total, _ in staged]
-    return StepTimes(plain, totals, _with_gaps(stages, kernels) if kernels else stages, kernels)
+    if kernels and stages:
+        stages = _with_gaps(stages, kernels, median(plain))
+    return StepTimes(plain, staged, stages, covered, kernels)
 
 
-def _middle(staged: Sequence[tuple[float, dict[str, float]]]) -> dict[str, float]:
-    """Mean of each stage over the steps that are neither among the fastest nor among the slowest fifth."""
-    fifth = len(staged) // 5
-    kept = [table for _, table in sorted(staged, key=lambda item: item[0])[fifth : len(staged) - fifth]]
-    names = dict.fromkeys(name for table in kept for name in table)
-    return {name: sum(table.get(name, 0.0) for table in kept) / len(kept) for name in names}
+def _sum_of_parts(parts: Sequence[Sequence[Mapping[str, float]]]) -> dict[str, float]:
+    """The stages of a whole step, of looks at each of its parts."""
+    total: dict[str, float] = {}
+    for looks in parts:
+        for name in dict.fromkeys(name for look in looks for name in look if name != UNSEEN):
+            total[name] = total.get(name, 0.0) + median(look.get(name, 0.0) for look in looks)
+    return total
 
 
 def _one(rank: Rank, step: Callable[[], object], between: Callable[[], None], timer: StageTimer | None) -> float:
@@ -131,16 +141,17 @@ def _traced(
         return kernel_times(path, clock.names) if cuda else None
 
 
-def _with_gaps(stages: Mapping[str, float], kernels: KernelTimes) -> dict[str, float]:
-    """Stages without the time in which no kernel of theirs ran, which becomes a stage of its own.
+def _with_gaps(stages: Mapping[str, float], kernels: KernelTimes, step: float) -> dict[str, float]:
+    """Stages without the time in which no kernel of theirs ran; what is left of the step becomes a stage of its own.
 
-    Waiting for other ranks belongs to communication.
+    Waiting for other ranks belongs to communication. Recording events makes a stage wait, not its kernels longer, so
+    that it shows in neither.
     """
     busy = {
         name: time if name == Stage.COMMUNICATION else min(time, kernels.stages.get(name, 0.0))
         for name, time in stages.items()
     }
-    return {**busy, BETWEEN_KERNELS: sum(stages.values()) - sum(busy.values())} if stages else {}
+    return {**busy, BETWEEN_KERNELS: max(0.0, step - sum(busy.values()))}
 
 
 def fused_stages(operators: Iterable[object]) -> dict[str, str]:

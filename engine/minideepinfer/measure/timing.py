@@ -68,20 +68,6 @@ def summary(times: Sequence[float]) -> Measurement:
     )
 
 
-def graphed(call: Call) -> Call:
-    """A call recorded in a CUDA graph; its tensors live as long."""
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-
-    def replay(_kept: Call = call) -> None:
-        graph.replay()
-
-    return replay
-
-
 class _WallClock:
     """Seconds that pass on the host."""
 

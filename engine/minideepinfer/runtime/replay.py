@@ -21,8 +21,9 @@ def replay_start(config: TextConfig, replay: str, hit: int, prompt: int) -> int:
 
     Rows before `hit` only rebuild window rings. With `bounded` the last window is run; their own windows are cut off,
     an approximation. Else as many as it takes for a hit to equal a cold run: each layer loses W - 1 rows to a window
-    that is cut off, so rows that must be exact come (W - 1) x layers behind the start. With `halo` these are the tail
-    that enters the decoder and what is new; with `full` all layers run on all rows.
+    that is cut off, so rows that must be exact come (W - 1) x layers behind the start. With `halo` the encoder's output
+    must be exact in rows that are new, in the tail that enters the decoder, and in the window before that tail, which
+    the candidate source reads whole; with `full` all layers run on all rows.
 
     Args:
         config: the model's facts.
@@ -38,4 +39,4 @@ def replay_start(config: TextConfig, replay: str, hit: int, prompt: int) -> int:
         return max(0, hit - config.sliding_window)
     if tail is None:
         return max(0, hit - lost * config.num_hidden_layers)
-    return max(0, min(hit, prompt - tail) - lost * config.candidate_source_layer_id)
+    return max(0, min(hit, prompt - tail - lost) - lost * config.candidate_source_layer_id)

@@ -33,7 +33,7 @@ class Profile:
     shrink: bool = True
 
 
-PROFILES = {profile.name: profile for profile in (Profile("quick", 30, 10), Profile("thorough", 500, 100))}
+PROFILES = {profile.name: profile for profile in (Profile("quick", 30, 6), Profile("thorough", 500, 100))}
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from minideepinfer.transfer import upload
 from torch import Tensor
 
 from minideepinfer_attention.kernels.direct import combine_kernel, direct_kernel
-from minideepinfer_attention.tiles import FORM, LOG2E, head_tile, no_sink, num_programs
+from minideepinfer_attention.tiles import FORM, LOG2E, PACKED, head_tile, no_sink, num_programs
 
 MOST_SPLITS = 32
 """`combine_kernel` holds the sums of one head of all of them."""
@@ -34,6 +34,7 @@ class DirectAttention:
         self.form = FORM
         self.fuses = {Stage.KEY_GATHER: Stage.ATTENTION}
         self._window, self._ratio = problem.sliding_window, problem.compress_ratio
+        self._packed = problem.cache_layout == PACKED
         self._no_sink = no_sink(problem.num_heads, device)
         self.programs = num_programs(device)
         """As many at least, where there are keys enough, share the work."""
@@ -62,7 +63,7 @@ class DirectAttention:
         out = torch.empty_like(q)
         if not num_tokens:
             return out
-        tile = row_tile(num_tokens, self.programs, num_heads, dim, q.dtype)
+        tile = row_tile(num_tokens, self.programs, num_heads, dim, q.dtype, self._packed)
         head_tiles = triton.cdiv(num_heads, tile["BLOCK_H"])
         topk = 0 if selection is None else selection.indices.shape[1]
         window_tiles = triton.cdiv(self._window, tile["BLOCK_K"])
@@ -112,6 +113,7 @@ class DirectAttention:
             num_tiles,
             tiles_per_split,
             2 * cos.shape[1],
+            PACKED=self._packed,
             DIM=dim,
             **tile,
         )
@@ -135,12 +137,17 @@ class DirectAttention:
         return out
 
 
-def row_tile(num_tokens: int, programs: int, num_heads: int, head_dim: int, dtype: torch.dtype) -> dict[str, Any]:
+def row_tile(
+    num_tokens: int, programs: int, num_heads: int, head_dim: int, dtype: torch.dtype, packed: bool = False
+) -> dict[str, Any]:
     """`head_tile`; few rows have 16 heads in a large tile, so that more programs share their work, without spills.
 
-    Few are those whose keys are still split among two programs at least.
+    Few are those whose keys are still split among two programs at least. Tiles of packed keys are small enough for the
+    registers and shared memory that decoding takes.
     """
     tile = head_tile(num_heads, head_dim, dtype)
+    if packed and (tile["num_warps"] == 8 or tile["BLOCK_D"] > 256):
+        tile |= {"BLOCK_H": min(32, tile["BLOCK_H"]), "BLOCK_K": min(32, tile["BLOCK_K"])}
     if tile["num_warps"] == 8 and 2 * num_tokens * triton.cdiv(num_heads, 16) <= programs:
         tile["BLOCK_H"] = 16
     return tile

@@ -79,7 +79,7 @@ def window_buffer(new: Tensor, ring: Tensor, layout: WindowLayout) -> Tensor:
 
     Args:
         new: `[T, D]`, this step's entries; D a multiple of 8.
-        ring: `[num_rings, ring_size, D]`, as before the step.
+        ring: `[num_rings, ring_size, row]`, as before the step; bytes are cache layout `released`.
         layout: of the batch.
     """
     size, dim = layout.positions.shape[0], new.shape[1]
@@ -95,6 +95,7 @@ def window_buffer(new: Tensor, ring: Tensor, layout: WindowLayout) -> Tensor:
             layout.positions,
             size,
             ring.shape[1],
+            PACKED=ring.dtype == torch.uint8,
             DIM=dim,
             BLOCK=block,
         )

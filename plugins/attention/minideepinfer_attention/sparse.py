@@ -12,8 +12,9 @@ from minideepinfer.operators.problem import AttentionProblem
 from torch import Tensor
 
 from minideepinfer_attention.kernels.sparse import again_kernel, sparse_kernel
+from minideepinfer_attention.packed import OwnPages, unpack_pages
 from minideepinfer_attention.rows import WindowLayout, pool_rows, window_buffer, window_layout
-from minideepinfer_attention.tiles import FORM, LOG2E, head_tile, no_sink, num_programs, suits_gluon
+from minideepinfer_attention.tiles import FORM, LOG2E, PACKED, head_tile, no_sink, num_programs, suits_gluon
 
 
 def sparse_attention(
@@ -82,10 +83,11 @@ def sparse_attention(
 
 @dataclass(frozen=True, eq=False)
 class SparseMetadata:
-    """A batch, and where its windows lie."""
+    """A batch, where its windows lie, and which pages have to be unpacked; None = they are read in place."""
 
     batch: Batch
     layout: WindowLayout
+    packed: OwnPages | None
 
 
 class SparseAttention:
@@ -93,7 +95,7 @@ class SparseAttention:
 
     Windows are copied into one buffer and selections turned into rows of the pool, both small beside the rest; a kernel
     then walks them. At the released sizes on Hopper that is a Gluon kernel, elsewhere and where Triton is interpreted
-    its twin.
+    its twin. Of packed pages all that the batch may read is unpacked before, head_dim numbers for each entry.
     """
 
     def __init__(self, problem: AttentionProblem, device: torch.device, clock: StageClock) -> None:
@@ -109,8 +111,12 @@ class SparseAttention:
             self._attend, self.form = sparse_prefill, "gluon"
 
     def prepare(self, batch: Batch) -> SparseMetadata:
-        """Find out where windows lie."""
-        return SparseMetadata(batch, window_layout(batch, self._problem.sliding_window))
+        """Find out where windows lie, and the pages that the batch may read."""
+        problem, packed = self._problem, None
+        if problem.compress_ratio and problem.cache_layout == PACKED:
+            packed = OwnPages.of(batch, problem.compress_ratio)
+            batch = packed.batch
+        return SparseMetadata(batch, window_layout(batch, problem.sliding_window), packed)
 
     def run(
         self,
@@ -132,6 +138,8 @@ class SparseAttention:
             buffer = window_buffer(window_new, window_ring, layout)
             pool, rows = buffer, layout.rows[:, :0]
             if global_kv is not None and selection is not None:
+                if metadata.packed is not None:
+                    global_kv = unpack_pages(global_kv, metadata.packed.pages, q.shape[2], q.dtype)
                 pool = global_kv.flatten(0, 1)
                 rows = pool_rows(selection, metadata.batch, self._problem.compress_ratio, global_kv.shape[1])
         return self._attend(

@@ -15,6 +15,8 @@ from torch import Tensor
 LOG2E = math.log2(math.e)
 """Logits are kept in units of it."""
 FORM = "triton, interpreted" if interpreting() else "triton"
+PACKED = "released"
+"""The cache layout whose entries kernels decode."""
 GLUON_SIZES = (64, 512, 64, 128)
 """Heads, head_dim, rope_dim and window that the Gluon kernels are made for."""
 

@@ -7,19 +7,19 @@ from typing import Any
 
 import torch
 from minideepinfer.errors import OperatorError
-from minideepinfer.operators import Batch, BuildContext, Cost, IndexerOutput, Selection, interpreting
+from minideepinfer.operators import Batch, BuildContext, Cost, IndexerOutput, Phase, Selection, interpreting
 from minideepinfer.operators.problem import IndexerProblem
 from torch import Tensor
 
 from minideepinfer_indexer.launch import Launch
 from minideepinfer_indexer.limits import FusedOptions
-from minideepinfer_indexer.operands import Operands, PageList, to_e4m3
+from minideepinfer_indexer.operands import Operands, PageList, to_e4m3, unpacked
 from minideepinfer_indexer.tiling import Metadata, Tiling, plan
 
 
 @dataclass(frozen=True, eq=False)
 class _Prepared:
-    """Attributes: what every arithmetic needs, and where converted keys go (e4m3 only)."""
+    """Attributes: what every call needs, and where converted keys go, if they are converted."""
 
     metadata: Metadata
     pages: PageList | None
@@ -37,15 +37,18 @@ class FusedIndexer:
         self._problem = problem
         self._tiling = Tiling.of(problem)
         self._fp8 = arithmetic == "fp8"
-        self._gluon = not interpreting() and _suits_gluon(problem, self._fp8)
+        packed = problem.cache_layout == "released"
+        # Where many rows read keys, these are unpacked once; few rows decode them as they read them.
+        self._unpacks = packed and problem.phase is Phase.PREFILL
+        self._gluon = not interpreting() and _suits_gluon(problem, self._fp8, packed and not self._unpacks)
         self.form = "gluon" if self._gluon else "triton, interpreted" if interpreting() else "triton"
 
     def prepare(self, batch: Batch) -> _Prepared:
         """Cut the batch into tiles and chunks."""
         metadata = plan(self._problem, self._tiling, batch)
         pages = None
-        if self._fp8 and metadata.num_entries:
-            pages = PageList.of(metadata.counts, batch.positions.device)
+        if (self._fp8 or self._unpacks) and metadata.num_entries:
+            pages = PageList.of(metadata.counts, batch)
         return _Prepared(metadata, pages)
 
     def run(
@@ -60,8 +63,10 @@ class FusedIndexer:
         if not plan.num_entries:
             return IndexerOutput(Selection(indices.fill_(-1)), None if blocks is None else blocks.fill_(-1))
         operands = Operands(q.contiguous(), head_weights.contiguous(), index_keys, plan.block_table)
-        if pages is not None:
+        if pages is not None and self._fp8:
             operands = to_e4m3(operands.q, operands.head_weights, index_keys, plan, pages, self._tiling)
+        elif pages is not None:
+            operands = unpacked(operands, pages, self._tiling)
         descriptors = self._describe(operands)
         for chunk in plan.chunks:
             launch = Launch(problem, self._tiling, plan, chunk)
@@ -87,15 +92,17 @@ class FusedIndexer:
         return describe(operands, self._tiling)
 
 
-def _suits_gluon(problem: IndexerProblem, fp8: bool) -> bool:
+def _suits_gluon(problem: IndexerProblem, fp8: bool, packed: bool) -> bool:
     """Whether this is Hopper, and queries and keys fit shared memory and come in boxes that the copy engine takes.
 
-    Boxes are of 16 entries at least, a multiple of 16 bytes each.
+    Boxes are of 16 entries at least, a multiple of 16 bytes each, of numbers to be multiplied as they are.
     """
     if problem.capability != (9, 0) or problem.uses_candidates or problem.num_heads > 256 or problem.head_dim > 128:
         return False
     if fp8:
         return problem.head_dim % 16 == 0
+    if packed:
+        return False
     per_page = problem.page_tokens // problem.compress_ratio
     return problem.dtype == "bfloat16" and problem.head_dim % 8 == 0 and per_page >= 16
 

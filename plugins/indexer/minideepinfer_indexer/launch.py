@@ -155,7 +155,8 @@ class Launch:
             per_program,
             DIM=self._tiling.dim,
             POOLED=pool is not None,
-            OPERAND=tl.float32 if interpreting() else _OPERANDS[keys.dtype],
+            OPERAND=tl.float32 if interpreting() else _OPERANDS[operands.q.dtype],
+            PACKED=problem.head_dim if operands.packed else 0,
             **constants,
         )
 

@@ -35,7 +35,7 @@ OPERATORS = (
         source="spec sections 3.6 and 3.7",
         tier=Tier.OPTIMIZED,
         priority=10,
-        accepts={"cache": ("float32", "bf16")},
+        accepts={"cache": ("float32", "bf16", "released")},
         emits={"selection": (TOKEN_INDICES,)},
         support=Support(devices=("cuda",), min_capability=(9, 0), requires=("triton",), interpreted=True),
         refuses=refuses,

@@ -85,7 +85,7 @@ def cost(case: AttentionCase) -> Cost:
     if case.selection is not None:
         named, requests = _named(case)
         num_keys += len(named)
-        selected = len(torch.stack([requests, named]).unique(dim=1)[0])
+        selected = len((requests * (1 + int(case.selection.indices.max())) + named).unique())
     distinct = DistinctKeys(int((seen > 0).sum()), int(in_rings.sum()), selected)
     return attention_cost(case.problem, batch.num_tokens, num_keys, distinct)
 

@@ -131,13 +131,14 @@ class KernelBench:
 
     def _problem(self, name: str, kernel: Kernel, recipe: Any) -> list[Result]:
         case = self._family.make(recipe, self._device)
-        least, calls, results = kernel.cost(case), dict[str, Call](), []
+        least, truth = kernel.cost(case), Truth(self._family, case)
+        calls, results = dict[str, Call](), []
         for entrant in self._entrants:
             subject = Subject(entrant.registered, self._registry, self._conformance, self._device, entrant.changes)
             result = Result(entrant, name, subject.problem(case), recipe, obstacles=_obstacles(entrant, subject, case))
             if not result.obstacles:
                 try:
-                    result, calls[entrant.title] = self._checked(result, subject, kernel, case, least)
+                    result, calls[entrant.title] = self._checked(result, subject, kernel, case, least, truth)
                 except FAILURES as error:
                     result = replace(result, failure=f"{type(error).__name__}: {error}")
             results.append(result)
@@ -166,15 +167,16 @@ class KernelBench:
                 calls = {name: call for name, call in calls.items() if name not in crashes}
         return {}, crashes
 
-    def _checked(self, result: Result, subject: Subject, kernel: Kernel, case: Any, least: Cost) -> tuple[Result, Call]:
+    def _checked(
+        self, result: Result, subject: Subject, kernel: Kernel, case: Any, least: Cost, truth: Truth
+    ) -> tuple[Result, Call]:
         with crashing(subject.registered):
             operator = subject.operator(case)
             kernel.bind(subject, operator, case)()  # what it leaves behind in the operator shows in the next call
             call = kernel.bind(subject, operator, case)  # anew, since it may overwrite its input
             found = kernel.outputs(case, call())
             cost = own_cost(subject.registered, operator, case, least)
-        rows, few = self._family.sample(case)
-        errors = judge(subject, kernel, few, found, rows)
+        errors, rows = truth.judge(subject, kernel, found), truth.rows
         with crashing(subject.registered):
             call()  # what breaks when it is called again is not timed either
         total = len(next(iter(found.values())))
@@ -210,33 +212,43 @@ def _obstacles(entrant: Entrant, subject: Subject, case: Any) -> tuple[str, ...]
     return found
 
 
-def judge(subject: Subject, kernel: Kernel, case: Any, outputs: Outputs, rows: Tensor | None) -> dict[str, float]:
-    """Hold some rows of a result against the reference on the same numbers, with the kit's bound.
+class Truth:
+    """Some rows of a case, and what the reference returns for them, which all operators are held against.
 
-    Args:
-        subject: the operator.
-        kernel: what was called.
-        case: these rows alone.
-        outputs: of all rows.
+    Attributes:
         rows: which of them, the last one among them; None = all.
-
-    Returns:
-        Errors by output (see `error`), and `of_bound`, the largest in units of its bound.
-
-    Raises:
-        Violation: an error is larger than its bound.
     """
-    device = next(tensors_in(case)).device
-    for name, tensor in outputs.items():
-        if not isinstance(tensor, Tensor) or (rows is not None and len(tensor) != int(rows[-1]) + 1):
-            what = f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, Tensor) else repr(tensor)[:80]
-            raise Violation(f"{name}: {what}; a tensor with one row for each of the call's is needed")
-    found = {name: (tensor if rows is None else tensor[rows]).to(device) for name, tensor in outputs.items()}
-    reference = subject.reference(case)
-    expected = {name: reference[name].to(device) for name in found}
-    with device:  # the kit allocates where the case lies
-        (kernel.compare or subject.family.compare)(subject, case, found, expected, 1.0)
-    return {**{name: error(found[name], expected[name]) for name in found}, "of_bound": subject.tally.worst}
+
+    def __init__(self, family: KernelFamily, case: Any) -> None:
+        self.rows, self._case = family.sample(case)
+        self._reference: Outputs | None = None
+
+    def judge(self, subject: Subject, kernel: Kernel, outputs: Outputs) -> dict[str, float]:
+        """Hold these rows of a result against the reference on the same numbers, with the kit's bound.
+
+        Args:
+            subject: the operator.
+            kernel: what was called.
+            outputs: of all rows.
+
+        Returns:
+            Errors by output (see `error`), and `of_bound`, the largest in units of its bound.
+
+        Raises:
+            Violation: an error is larger than its bound.
+        """
+        case, rows, device = self._case, self.rows, next(tensors_in(self._case)).device
+        for name, tensor in outputs.items():
+            if not isinstance(tensor, Tensor) or (rows is not None and len(tensor) != int(rows[-1]) + 1):
+                what = f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, Tensor) else repr(tensor)[:80]
+                raise Violation(f"{name}: {what}; a tensor with one row for each of the call's is needed")
+        found = {name: (tensor if rows is None else tensor[rows]).to(device) for name, tensor in outputs.items()}
+        if self._reference is None:
+            self._reference = subject.reference(case)
+        expected = {name: self._reference[name].to(device) for name in found}
+        with device:  # the kit allocates where the case lies
+            (kernel.compare or subject.family.compare)(subject, case, found, expected, 1.0)
+        return {**{name: error(found[name], expected[name]) for name in found}, "of_bound": subject.tally.worst}
 
 
 def error(found: Tensor, expected: Tensor) -> float:

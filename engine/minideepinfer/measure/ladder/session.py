@@ -54,7 +54,7 @@ class _Session:
     """What all rungs share."""
 
     def __init__(self, model_config: ModelConfig, ladder: Ladder, progress: Callable[[str], None]) -> None:
-        self._model_config, self._ladder, self._progress = model_config, ladder, progress
+        self._ladder, self._progress = ladder, progress
         first = ladder.rungs[0]
         layers = [rung.layers for rung in ladder.rungs]
         most = None if None in layers else max(layer for layer in layers if layer)
@@ -76,13 +76,10 @@ class _Session:
             self._progress("keeping what the first rung computes")
             self._reference = record_reference(self._bench)
         record = measure_prefill(
-            self._model_config,
-            rung.engine,
-            problem,
+            self._bench,
             name=rung.name,
             profile=replace(WITH_STAGES, gaps=rung.gaps),
             rates=self._rates,
-            bench=self._bench,
             progress=self._progress,
         )
         self._plans[rung.name] = plan = self._bench.rank.setup.plan

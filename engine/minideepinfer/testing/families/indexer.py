@@ -62,7 +62,8 @@ def _compare(
 def _blocks(scores: Tensor, errors: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
     """Block scores with the newest one pinned, their errors, and that all are legal."""
     count = -(-len(scores) // size)
-    best = torch.stack([scores[b * size : (b + 1) * size].max() for b in range(count)]) if count else scores
+    padded = torch.nn.functional.pad(scores, (0, count * size - len(scores)), value=-torch.inf)
+    best = padded.view(count, size).amax(1) if count else scores
     if count:
         best[-1] = torch.finfo(torch.float64).max
     noise = errors.max().expand(count) if count else errors

@@ -10,6 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from minideepinfer_attention.kernels.packed import window_values
+
 
 @triton.jit(do_not_specialize=["num_rows", "ring_size"])
 def window_buffer_kernel(
@@ -21,6 +23,7 @@ def window_buffer_kernel(
     positions,
     num_rows,
     ring_size,
+    PACKED: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -33,7 +36,10 @@ def window_buffer_kernel(
     slot = ring.to(tl.int64) * ring_size + tl.load(positions + row, mask=inside, other=0) % ring_size
     lane = channel[:, None] + tl.arange(0, 8)[None, :]
     from_new = tl.load(new_ptr + new.to(tl.int64)[:, None] * DIM + lane, mask=(new >= 0)[:, None], other=0.0)
-    from_ring = tl.load(ring_ptr + slot[:, None] * DIM + lane, mask=(ring >= 0)[:, None], other=0.0)
+    if PACKED:
+        from_ring = window_values(ring_ptr, slot, lane, (ring >= 0)[:, None], out_ptr.dtype.element_ty, DIM)
+    else:
+        from_ring = tl.load(ring_ptr + slot[:, None] * DIM + lane, mask=(ring >= 0)[:, None], other=0.0)
     value = tl.where((new >= 0)[:, None], from_new, from_ring.to(out_ptr.dtype.element_ty))
     tl.store(out_ptr + row[:, None] * DIM + lane, value, mask=inside[:, None])
 

@@ -11,6 +11,8 @@ floor 0.02 (76 MB).
 import triton
 import triton.language as tl
 
+from minideepinfer_indexer.kernels.packed import index_values
+
 
 @triton.jit(do_not_specialize=["num_rows"])
 def query_kernel(q, head_weights, target, weights, num_rows, dim, ROWS: tl.constexpr, DIM: tl.constexpr):
@@ -47,11 +49,13 @@ def key_kernel(
     ROWS: tl.constexpr,
     DIM: tl.constexpr,
     PADDED: tl.constexpr,
+    PACKED: tl.constexpr,
 ):
     """A program converts up to ROWS consecutive entries of one request to a page of their own.
 
     Args:
-        pool: `[num_pages, 2^page_shift, dim]`.
+        pool: `[num_pages, 2^page_shift, row]`, a row being dim numbers, or bytes of
+            layout `released` for PACKED channels; 0 = it is not.
         block_table: int32 `[R, table_width]`.
         pages: int32 `[programs, 2]`: request, page within it.
         counts: int32 `[R]`, entries of each request; those behind them become 0.
@@ -64,10 +68,15 @@ def key_kernel(
     entry = tl.load(pages + page * 2 + 1) * ROWS + place
     there = entry < tl.load(counts + request)
     source = tl.load(block_table + request.to(tl.int64) * table_width + (entry >> page_shift), mask=there, other=0)
-    source = source.to(tl.int64) * page_stride + (entry & ((1 << page_shift) - 1)) * place_stride
+    its_place = entry & ((1 << page_shift) - 1)
     channel = tl.arange(0, DIM)
-    mask = there[:, None] & (channel < dim)[None, :]
-    values, scale = _scaled(tl.load(pool + source[:, None] + channel[None, :], mask=mask, other=0.0))
+    if PACKED:
+        keys = index_values(pool, (source.to(tl.int64) << page_shift) + its_place, there, tl.float32, PACKED, DIM)
+    else:
+        source = source.to(tl.int64) * page_stride + its_place * place_stride
+        mask = there[:, None] & (channel < dim)[None, :]
+        keys = tl.load(pool + source[:, None] + channel[None, :], mask=mask, other=0.0)
+    values, scale = _scaled(keys)
     row = page.to(tl.int64) * ROWS + place
     tl.store(target + row[:, None] * PADDED + channel[None, :], values, mask=(channel < PADDED)[None, :])
     tl.store(scales + row, scale)

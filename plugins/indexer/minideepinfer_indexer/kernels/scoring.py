@@ -11,6 +11,8 @@ Measured on one H200: 2.6 ms (6.7 TB/s); all 65536 entries instead of a pool 5.5
 import triton
 import triton.language as tl
 
+from minideepinfer_indexer.kernels.packed import index_values
+
 _ANY = ["first_row", "num_heads", "table_width", "page_shift", "candidate_width", "candidate_shift"]
 
 
@@ -49,13 +51,15 @@ def score_kernel(
     SCALED: tl.constexpr,
     STAGES: tl.constexpr,
     OPERAND: tl.constexpr,
+    PACKED: tl.constexpr,
 ):
     """One tile of rows against one range of entries.
 
     Args:
         q: `[T, num_heads, head_dim]`.
         head_weights: `[T, num_heads]`.
-        pool: `[num_pages, 2^page_shift, head_dim]`.
+        pool: `[num_pages, 2^page_shift, row]`, a row being head_dim numbers, or bytes of
+            layout `released` for PACKED channels; 0 = it is not.
         block_table: int32 `[R, table_width]`.
         tiles: int32 `[num_tiles, 3]`: request, first row, rows.
         lengths: int32 `[T]`, entries (POOLED: places of the candidate pool) of each row.
@@ -99,10 +103,14 @@ def score_kernel(
             )
             entry = (block << candidate_shift) + (place & ((1 << candidate_shift) - 1))
         page = tl.load(block_table + request.to(tl.int64) * table_width + (entry >> page_shift), mask=inside, other=0)
-        key_rows = page.to(tl.int64) * page_stride + (entry & ((1 << page_shift) - 1)) * place_stride
-        key_mask = inside[:, None] & (channel < head_dim)[None, :]
-        keys = tl.load(pool + key_rows[:, None] + channel[None, :], mask=key_mask, other=0.0)
-        products = tl.dot(keys.to(OPERAND), queries, input_precision="ieee")
+        its_place = entry & ((1 << page_shift) - 1)
+        if PACKED:
+            keys = index_values(pool, (page.to(tl.int64) << page_shift) + its_place, inside, OPERAND, PACKED, DIM)
+        else:
+            key_rows = page.to(tl.int64) * page_stride + its_place * place_stride
+            key_mask = inside[:, None] & (channel < head_dim)[None, :]
+            keys = tl.load(pool + key_rows[:, None] + channel[None, :], mask=key_mask, other=0.0).to(OPERAND)
+        products = tl.dot(keys, queries, input_precision="ieee")
         weighted = tl.maximum(products, 0.0, propagate_nan=tl.PropagateNan.ALL) * weight[None, :]
         total = tl.trans(tl.sum(tl.reshape(weighted, (ENTRIES, ROWS, HEADS)), 2))
         if SCALED:

@@ -6,9 +6,11 @@ import json
 import shutil
 import threading
 from pathlib import Path
+from typing import Any
 
 import minideepinfer
 import pytest
+import torch
 from fake_plugins import FakeDistribution
 from minideepinfer import LLM, EngineConfig, SamplingParams
 from minideepinfer.config import ModelConfig
@@ -70,6 +72,29 @@ def test_a_plugin_that_exits_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(PluginError, match=r"acme.*SystemExit"):
         load_registry(points=FakeDistribution("acme", {"ops": "leaver"}, "1.0").points)
+
+
+def test_another_thread_gives_up_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the middle of a step it took the pages away that the step was about to publish."""
+    cache = {"prefix": True, "page_tokens": 8}
+    with LLM("tiny", EngineConfig(dtype="float32", cache=cache)) as llm:
+        doomed, other = (llm.start([0, *range(5, 30)], SamplingParams(max_tokens=n, ignore_eos=True)) for n in (9, 3))
+        thread, forward = threading.Thread(target=llm.abort, args=(doomed,)), llm.engine.runner.model.forward
+
+        def in_the_middle(step: Any) -> torch.Tensor:
+            thread.start()
+            thread.join(0.2)
+            assert doomed.finish_reason is None, "it waits"
+            return forward(step)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(llm.engine.runner.model, "forward", in_the_middle)
+            llm.step()
+        thread.join()
+        while llm.step():
+            pass
+        assert (doomed.finish_reason, other.finish_reason) == ("abort", "length")
+        assert len(doomed.token_ids) >= 1
 
 
 def test_one_thread_at_a_time() -> None:

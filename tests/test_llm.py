@@ -295,6 +295,7 @@ def test_the_last_position_can_be_used(llm: LLM) -> None:
         (lambda llm: llm.forward([[0]], num_prompt_tokens=["1"]), r"num_prompt_tokens is \['1'\]"),
         (lambda llm: llm.forward([[0]], num_prompt_tokens=[2]), "no part may exceed the whole"),
         (lambda llm: llm.forward([[0]], num_prompt_tokens=[0]), "at least one prompt token"),
+        (lambda llm: llm.forward([[0]], num_prompt_tokens=[True]), r"num_prompt_tokens is \[True\]; 1 integers"),
     ],
 )
 def test_wrong_arguments_are_refused(llm: LLM, call: Any, message: str) -> None:

@@ -57,7 +57,10 @@ class CacheConfig(_Frozen):
         1024, gt=0, lt=2**31, description="pages of the global pool, the page budget of the scheduler"
     )
     prefix: bool = Field(
-        False, description="keep global entries of earlier prompts and compute only what is new (see `replay`)"
+        False,
+        description="keep global entries of earlier prompts; one that begins alike runs what is new (with `replay: "
+        "halo` also its tail) and, to rebuild window rings, rows before that: (W - 1) x layers with `full`, (W - 1) x "
+        "layers before the candidate source with `halo`, W with `bounded`; shorter hits save nothing",
     )
     max_requests: int = Field(16, gt=0, lt=2**31, description="requests that hold window rings at the same time")
 

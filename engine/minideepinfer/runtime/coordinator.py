@@ -96,9 +96,9 @@ class Coordinator(Engine):
 
     def step(self, recorder: Capture | None = None) -> list[RequestLogits]:
         """See `Engine.step`; after an error no rank goes on."""
-        orders, self._orders = self._orders, self._no_orders()
         try:
-            with self._world.together():
+            with self._lock, self._world.together():
+                orders, self._orders = self._orders, self._no_orders()
                 self._world.broadcast(orders)
                 results = super().step(recorder)
                 nothing: list[News] = []

@@ -57,7 +57,7 @@ class Engine:
         self.on_step: Callable[[Request], None] | None = None
         self._generations: dict[int, Generation] = {}
         self._ids = count()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # held by a step, so that nothing is started or given up in its middle
         self._thread = threading.get_ident()
 
     @property
@@ -171,16 +171,17 @@ class Engine:
             raise RequestError(f"request {request.request_id}: was not started on this model and cannot be {what}")
 
     def abort(self, generation: Generation) -> None:
-        """Give a generation up; a finished one is left alone. Its forks go on.
+        """Give a generation up; a finished one is left alone. Its forks go on. Other threads may do so between steps.
 
         Raises:
             RequestError: it was not started here.
         """
-        if generation.finish_reason is None:
-            self._check_runs(generation, "given up")
-            del self._generations[generation.request.request_id]
-            self._drop(generation.request.request_id)
-            generation.abort()
+        with self._lock:
+            if generation.finish_reason is None:
+                self._check_runs(generation, "given up")
+                del self._generations[generation.request.request_id]
+                self._drop(generation.request.request_id)
+                generation.abort()
 
     def step(self, recorder: Capture | None = None) -> list[RequestLogits]:
         """Run one step and give every generation its logits.
@@ -191,11 +192,12 @@ class Engine:
         Raises:
             Whatever stopped the step. All that was running is then given up, since its caches may be half written.
         """
-        try:
-            return [result for result, generation in self._step(recorder) if generation is None]
-        except BaseException:
-            self._abandon()
-            raise
+        with self._lock:
+            try:
+                return [result for result, generation in self._step(recorder) if generation is None]
+            except BaseException:
+                self._abandon()
+                raise
 
     def close(self) -> None:
         """Nothing is held that others wait for."""

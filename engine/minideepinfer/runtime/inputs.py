@@ -49,7 +49,7 @@ def as_sequences(
     prompts = [len(ids) for ids in listed]
     if num_prompt_tokens is not None:
         prompts = as_list(num_prompt_tokens, "num_prompt_tokens", "a list of numbers")
-    if len(prompts) != len(listed) or not all(isinstance(number, int) for number in prompts):
+    if len(prompts) != len(listed) or not all(type(number) is int for number in prompts):
         raise RequestError(f"num_prompt_tokens is {prompts}; {len(listed)} integers are needed, one per sequence")
     return list(zip(listed, prompts, strict=True))
 

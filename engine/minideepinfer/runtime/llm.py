@@ -246,6 +246,8 @@ class LLM:
     def abort(self, generation: Generation) -> None:
         """Give up what `start` or `fork` returned; what has ended is left alone, and so are forks.
 
+        Any thread may do so; a step that another one is in is waited for.
+
         Raises:
             RequestError: it was not started on this model.
         """

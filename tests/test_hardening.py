@@ -124,6 +124,30 @@ def test_one_thread_at_a_time() -> None:
         assert refused == []
 
 
+def test_two_threads_may_step_together() -> None:
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    failed: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            barrier.wait()
+            while llm.step():
+                pass
+        except BaseException as error:
+            failed.append(error)
+
+    with LLM("tiny", EngineConfig(dtype="float32")) as llm:
+        expected = llm.generate([[0, 396]], params)[0].token_ids
+        for _ in range(3):
+            generation, barrier = llm.start([0, 396], params), threading.Barrier(2)
+            threads = [threading.Thread(target=work) for _ in range(2)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert failed == [] and generation.output().token_ids == expected
+
+
 def test_a_model_does_not_keep_experts_that_an_operator_holds_in_its_own_form() -> None:
     with LLM("tiny", EngineConfig(device="cpu")) as llm:
         model = llm.engine.runner.model

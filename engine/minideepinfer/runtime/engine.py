@@ -199,6 +199,17 @@ class Engine:
                 self._abandon()
                 raise
 
+    def advance(self) -> bool:
+        """Run one step, if anything waits or runs.
+
+        Returns:
+            Whether something still does.
+        """
+        with self._lock:
+            if self.busy:
+                self.step()
+            return self.busy
+
     def close(self) -> None:
         """Nothing is held that others wait for."""
 

@@ -206,7 +206,7 @@ class LLM:
                 started.append((0, generation))
                 started += enumerate(engine.fork(generation, generation.params.seeds[1:]), 1)
             while any(generation.finish_reason is None for _, generation in started):
-                engine.step()
+                engine.advance()
         finally:
             for _, generation in reversed(started):  # forks before their parent, whose prompt they would compute
                 engine.abort(generation)
@@ -238,10 +238,7 @@ class LLM:
         Raises:
             Whatever stopped the step. What ran is given up then; what waited goes on with the next step.
         """
-        engine = self.engine
-        if engine.busy:
-            engine.step()
-        return engine.busy
+        return self.engine.advance()
 
     def abort(self, generation: Generation) -> None:
         """Give up what `start` or `fork` returned; what has ended is left alone, and so are forks.
@@ -299,7 +296,7 @@ class LLM:
                 if generation.chunks:
                     yield generation.chunks.popleft()
                 else:
-                    self.engine.step()
+                    self.engine.advance()
         finally:
             if self._engine is not None:
                 self._engine.abort(generation)

@@ -67,3 +67,15 @@ class Batch:
             int64 `[T]`.
         """
         return (self.positions + 1) // ratio
+
+    def last_visible_entries(self, ratio: int) -> tuple[int, ...]:
+        """The same for the last row of each request, known to the host; padding counts as if it were tokens.
+
+        Args:
+            ratio: tokens per entry, >= 1.
+
+        Returns:
+            R numbers; 0 where a request has no row.
+        """
+        ends = zip(self.context_lens, self.seqlens, strict=True)
+        return tuple((context + length) // ratio if length else 0 for context, length in ends)

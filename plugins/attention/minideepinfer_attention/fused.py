@@ -17,7 +17,6 @@ from minideepinfer.operators.problem import AttentionProblem
 from torch import Tensor
 
 from minideepinfer_attention.direct import DirectAttention
-from minideepinfer_attention.packed import visible_entries
 from minideepinfer_attention.sparse import SparseAttention
 from minideepinfer_attention.tiles import PACKED, suits_gluon
 from minideepinfer_attention.window import LARGEST_WINDOW, WindowAttention
@@ -74,7 +73,7 @@ def _reads_many_entries(problem: AttentionProblem) -> Callable[[Batch], bool]:
 
     def check(batch: Batch) -> bool:
         read = batch.num_tokens * problem.index_topk
-        return UNPACKED_AT_MOST * read >= sum(visible_entries(batch, problem.compress_ratio))
+        return UNPACKED_AT_MOST * read >= sum(batch.last_visible_entries(problem.compress_ratio))
 
     return check
 

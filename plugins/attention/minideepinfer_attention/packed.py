@@ -34,7 +34,7 @@ class OwnPages:
     @classmethod
     def of(cls, batch: Batch, ratio: int) -> OwnPages:
         """Number the pages of a batch; a request of padding owns none, and reads none of those counted for it."""
-        counts = [-(-entries * ratio // batch.page_tokens) for entries in visible_entries(batch, ratio)]
+        counts = [-(-entries * ratio // batch.page_tokens) for entries in batch.last_visible_entries(ratio)]
         width = max(counts, default=0)
         table, start = torch.zeros(len(counts), max(width, 1), dtype=torch.int32), 0
         for request, count in enumerate(counts):
@@ -45,12 +45,6 @@ class OwnPages:
         is_real = batch.positions[batch.cu_seqlens[owners].long()] >= 0
         pages = batch.block_table[owners, places].where(is_real, 0)
         return cls(replace(batch, block_table=upload(table, batch.positions.device)), pages)
-
-
-def visible_entries(batch: Batch, ratio: int) -> list[int]:
-    """Entries that the last row of each request sees; none where it has no row."""
-    ends = zip(batch.context_lens, batch.seqlens, strict=True)
-    return [(context + length) // ratio if length else 0 for context, length in ends]
 
 
 def unpack_pages(pool: Tensor, pages: Tensor, dim: int, dtype: torch.dtype) -> Tensor:

@@ -95,7 +95,7 @@ class Metadata:
 def plan(problem: IndexerProblem, tiling: Tiling, batch: Batch) -> Metadata:
     """Cut the rows into tiles of one request, and the tiles into chunks whose scores fit the workspace."""
     ratio = problem.compress_ratio
-    counts = tuple((c + n) // ratio if n else 0 for c, n in zip(batch.context_lens, batch.seqlens, strict=True))
+    counts = batch.last_visible_entries(ratio)
     places = max(counts, default=0)
     if problem.uses_candidates:
         places = min(places, problem.candidate_topk_blocks * problem.candidate_block_size)

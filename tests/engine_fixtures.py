@@ -134,6 +134,6 @@ def play(
             request = result.request
             played.add(request.request_id, result.positions, result.logits)
             if request.num_computed_tokens == len(request.token_ids):
-                scheduler.finish(request)
+                scheduler.abort(request.request_id)
         played.steps += 1
     return played

@@ -170,7 +170,7 @@ class Play:
                 request.token_ids += self.tokens(1)
             else:
                 self.scheduler.publish(request, complete=True)
-                self.scheduler.finish(request)
+                self.scheduler.abort(request.request_id)
                 del self.alive[request.request_id]
 
     def draft(self) -> None:

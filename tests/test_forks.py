@@ -179,7 +179,7 @@ def test_nobody_changes_the_bytes_of_another_one() -> None:
                 torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(old, bytes_of(other), strict=True)
             )
     for request in family:
-        played.scheduler.finish(request)
+        played.scheduler.abort(request.request_id)
     assert (played.scheduler.pages.num_free, played.scheduler.num_free_rings) == (64, 4)
 
 
@@ -191,7 +191,7 @@ def test_who_is_left_keeps_the_pages(first: int) -> None:
     played = Forced(runner)
     parent = played.start(text_tokens("tiny-a", 1, PROMPT))
     pair = [parent, played.fork(parent)]
-    played.scheduler.finish(pair.pop(first))
+    played.scheduler.abort(pair.pop(first).request_id)
     other = played.start(text_tokens("tiny-a", 5, PROMPT))  # takes what was given back
     assert not set(other.pages) & set(pair[0].pages)
     assert torch.equal(played.extend(pair[0], rest), expected)

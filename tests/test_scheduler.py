@@ -103,7 +103,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if len(done.token_ids) < done.max_total_tokens:
             done.token_ids.append(0)
         else:
-            self.scheduler.finish(done)
+            self.scheduler.abort(done.request_id)
             del self.alive[done.request_id]
 
     @invariant()
@@ -179,7 +179,7 @@ def test_a_later_small_request_does_not_overtake_a_large_one() -> None:
         scheduler.add(request(request_id, total))
     advance(scheduler.schedule())
     assert [r.request_id for r in scheduler.running] == [0]
-    scheduler.finish(scheduler.running[0])
+    scheduler.abort(scheduler.running[0].request_id)
     assert counts(scheduler.schedule()) == [(1, 16), (2, 4)]
 
 

@@ -188,11 +188,6 @@ class Scheduler:
             self._part(parent, child)
         return children
 
-    def finish(self, request: Request) -> None:
-        """Free what a running request holds."""
-        self._running.remove(request)
-        self._leave(request)
-
     def abort(self, request_id: int) -> bool:
         """Drop a request, wherever it is; forks that wait for its prompt start over.
 

@@ -5,13 +5,20 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from minideepinfer.cli.bench_steps import StepBenchmark, add_rank_options, add_step_options, profile_of, run_benchmark
+from minideepinfer.cli.bench_steps import (
+    REPLAYS,
+    StepBenchmark,
+    add_rank_options,
+    add_step_options,
+    profile_of,
+    run_benchmark,
+)
 
 
 def add_prefill(actions: Any) -> None:
     """Register the command."""
     parser = actions.add_parser("prefill", help="one rank of an expert-parallel world, at the end of a long context")
-    parser.add_argument("--replay", choices=("full", "halo", "bounded"), help="rows that run the decoder layers")
+    parser.add_argument("--replay", choices=REPLAYS, help="rows that run the decoder layers")
     add_step_options(parser)
     add_rank_options(parser)
     parser.set_defaults(run=_run)

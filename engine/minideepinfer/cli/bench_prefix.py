@@ -5,9 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from minideepinfer.cli.bench_steps import StepBenchmark, add_rank_options, run_benchmark
-
-REPLAYS = ("full", "halo", "bounded")
+from minideepinfer.cli.bench_steps import REPLAYS, StepBenchmark, add_rank_options, run_benchmark
 
 
 def add_prefix(actions: Any) -> None:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from minideepinfer.measure.steps import Profile
     from minideepinfer.runtime.world import World
 
+REPLAYS = ("full", "halo", "bounded")
+"""What `replay` may be; `full` comes first, since others are compared with it."""
 OWN_SETTINGS = ("cache.num_pages", "cache.max_requests")
 """What a benchmark decides by its problem."""
 

@@ -18,8 +18,8 @@ from minideepinfer.measure.random_cache import with_cache
 from minideepinfer.measure.rank import Rank
 from minideepinfer.measure.rank_runner import RankRunner
 from minideepinfer.measure.rank_shape import RankShape
-from minideepinfer.measure.record import Measurement, Record
-from minideepinfer.measure.step_values import once, rate
+from minideepinfer.measure.record import Record
+from minideepinfer.measure.step_values import once, rate, ratio
 from minideepinfer.measure.timing import summary
 from minideepinfer.runtime.engine import Engine
 from minideepinfer.runtime.params import SamplingParams
@@ -231,7 +231,7 @@ def _record(
     values = {
         "cold": cold_time,
         "hit": hit_time,
-        "hit_over_cold": _ratio([run.milliseconds / cold.milliseconds for run in hits]),
+        "hit_over_cold": ratio([run.milliseconds / cold.milliseconds for run in hits]),
         "cold_tokens_per_second": rate(cold_time, problem.prompt),
         "hit_tokens_per_second": rate(hit_time, problem.prompt),
         "cold_step": summary(cold.steps),
@@ -242,7 +242,7 @@ def _record(
         values[f"{name}_layer_rows_by_formula"] = once(formula, "rows")
     if full is not None:
         skipping = list(zip(cold.steps, full.steps, strict=True))[:-1]  # the last chunk has rows for the decoder
-        values["step_over_full"] = _ratio([ours / all_rows for ours, all_rows in skipping])
+        values["step_over_full"] = ratio([ours / all_rows for ours, all_rows in skipping])
     if device.type == "cuda":
         values["peak_memory"] = once(torch.cuda.max_memory_allocated(device), "bytes")
     return Record(
@@ -257,7 +257,3 @@ def _record(
         seed=problem.seed,
         values=values,
     )
-
-
-def _ratio(numbers: Sequence[float]) -> Measurement:
-    return summary(numbers).model_copy(update={"unit": "1"})

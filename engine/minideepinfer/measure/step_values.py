@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 from minideepinfer.measure.record import Measurement
@@ -16,8 +17,8 @@ def step_values(times: StepTimes, tokens: int) -> dict[str, Measurement]:
     if times.staged:
         values["step_with_stages"] = summary(times.staged)
         more = [staged / plain - 1 for staged, plain in zip(times.staged, times.steps, strict=True)]
-        values["stage_overhead"] = summary(more).model_copy(update={"unit": "1"})
-        values["stages_covered"] = summary(times.covered).model_copy(update={"unit": "1"})
+        values["stage_overhead"] = ratio(more)
+        values["stages_covered"] = ratio(times.covered)
     if times.kernels:
         values["kernels"] = once(times.kernels.total, "ms")
         values["communication_hidden"] = once(times.kernels.hidden, "ms")
@@ -27,6 +28,11 @@ def step_values(times: StepTimes, tokens: int) -> dict[str, Measurement]:
 def once(number: float, unit: Literal["ms", "GB/s", "bytes", "rows"]) -> Measurement:
     """A quantity that was looked at once."""
     return Measurement(median=number, low=number, high=number, repeats=1, unit=unit)
+
+
+def ratio(numbers: Sequence[float]) -> Measurement:
+    """A number without a unit, looked at repeatedly."""
+    return summary(numbers).model_copy(update={"unit": "1"})
 
 
 def rate(time: Measurement, tokens: int) -> Measurement:

@@ -6,17 +6,10 @@ import time
 
 import pytest
 import torch
+from fake_time import FakeTime
 from minideepinfer.measure.stages import UNSEEN, StageTimer
 
 CPU = torch.device("cpu")
-
-
-class FakeTime:
-    """A clock that moves only when it is told to."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 100.0
-        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
 
 
 def test_inner_stages_are_not_counted_in_outer_ones(monkeypatch: pytest.MonkeyPatch) -> None:

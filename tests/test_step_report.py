@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from fake_time import FakeTime
 from minideepinfer.measure.record import Machine, Measurement, Record, Software, read_records, write_records
 from minideepinfer.measure.stages import UNSEEN, SwitchedClock
 from minideepinfer.measure.step_report import BETWEEN_KERNELS, prefill_lines, stage_lines
@@ -24,27 +25,14 @@ from minideepinfer.measure.steps import (
 from minideepinfer.operators import NoClock, Stage
 
 
-class FakeTime:
-    """A clock that only sleeping moves, so that no other work on the machine is measured."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-
-    def perf_counter(self) -> float:
-        return self.seconds
-
-    def sleep(self, seconds: float) -> None:
-        self.seconds += seconds
-
-
 class FakeRank:
     """A rank whose step sleeps in stages."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: FakeTime) -> None:
         self.clock = SwitchedClock(NoClock())
         self.setup = SimpleNamespace(device=torch.device("cpu"))
         self.rewound = 0
-        self.time = FakeTime()
+        self.time = clock
 
     def synchronize(self) -> None:
         pass
@@ -64,14 +52,11 @@ class FakeRank:
 
 
 def fake_times(rank: Any, steps: int = 3) -> StepTimes:
-    with pytest.MonkeyPatch.context() as patch:
-        for module in ("stages", "steps"):
-            patch.setattr(f"minideepinfer.measure.{module}.time", rank.time)
-        return time_steps(rank, rank.step, rank.rewind, steps=steps, warmup=1, profile=WITH_STAGES)
+    return time_steps(rank, rank.step, rank.rewind, steps=steps, warmup=1, profile=WITH_STAGES)
 
 
-def test_a_stage_with_a_known_delay_shows_that_delay() -> None:
-    rank = FakeRank()
+def test_a_stage_with_a_known_delay_shows_that_delay(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = FakeRank(FakeTime(monkeypatch))
     times = fake_times(rank)
     assert rank.rewound == 1 + 2 * 3, "before each step, and not a part of it"
     expected = {Stage.KEY_GATHER: 20, Stage.ATTENTION: 4, Stage.OTHER: 6}
@@ -79,8 +64,8 @@ def test_a_stage_with_a_known_delay_shows_that_delay() -> None:
     assert times.steps == pytest.approx([30] * 3)
 
 
-def test_stages_sum_to_the_step() -> None:
-    times = fake_times(FakeRank(), steps=5)
+def test_stages_sum_to_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = fake_times(FakeRank(FakeTime(monkeypatch)), steps=5)
     assert sum(times.stages.values()) == pytest.approx(statistics.median(times.staged))
     assert times.covered == pytest.approx([1.0] * 5)
     assert len(times.steps) == len(times.staged) == 5

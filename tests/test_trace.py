@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from minideepinfer.errors import ConfigError
-from minideepinfer.measure.trace import TraceClock, kernel_times, trace_step
+from minideepinfer.measure.trace import KernelTimes, TraceClock, kernel_times, trace_step
 
 
 def stage(name: str, begin: float, end: float) -> dict[str, Any]:
@@ -20,6 +20,14 @@ def kernel(number: int, launched: float, begin: float, end: float, stream: int =
     launch = {"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": launched, "dur": 1.0}
     run = {"ph": "X", "cat": "kernel", "name": "k", "ts": begin, "dur": end - begin}
     return [{**launch, "args": {"correlation": number}}, {**run, "args": {"correlation": number, "stream": stream}}]
+
+
+def times_in(folder: Path, events: list[dict[str, Any]], names: set[str]) -> KernelTimes:
+    path = folder / "trace.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    found = kernel_times(path, names)
+    assert found is not None
+    return found
 
 
 def test_a_kernel_belongs_to_the_innermost_stage_that_launched_it(tmp_path: Path) -> None:
@@ -35,10 +43,7 @@ def test_a_kernel_belongs_to_the_innermost_stage_that_launched_it(tmp_path: Path
         *kernel(5, launched=60, begin=10100, end=15100),
         {"ph": "i", "name": "a mark", "ts": 3},
     ]
-    path = tmp_path / "trace.json"
-    path.write_text(json.dumps({"traceEvents": events}))
-    found = kernel_times(path, {"other", "experts", "decoding"})
-    assert found is not None
+    found = times_in(tmp_path, events, {"other", "experts", "decoding"})
     assert found.stages == pytest.approx({"other": 6.0, "experts": 6.0, "decoding": 3.0})
     assert found.total == pytest.approx(15.0)
     assert found.hidden == 0.0
@@ -51,10 +56,7 @@ def test_what_another_stream_does_meanwhile_is_hidden(tmp_path: Path) -> None:
         *kernel(2, launched=2, begin=12000, end=20000),
         *kernel(3, launched=11, begin=9000, end=13000, stream=20),
     ]
-    path = tmp_path / "trace.json"
-    path.write_text(json.dumps({"traceEvents": events}))
-    found = kernel_times(path, {"experts"})
-    assert found is not None
+    found = times_in(tmp_path, events, {"experts"})
     assert found.stages == pytest.approx({"experts": 18.0, "communication": 4.0})
     assert found.hidden == pytest.approx(2.0)
     assert found.total == pytest.approx(20.0)
@@ -67,10 +69,7 @@ def test_a_stream_that_waits_longer_than_all_kernels_run_is_still_not_the_one_th
         *kernel(2, launched=2, begin=1000, end=2000),
         *kernel(3, launched=11, begin=2000, end=9000, stream=20),
     ]
-    path = tmp_path / "trace.json"
-    path.write_text(json.dumps({"traceEvents": events}))
-    found = kernel_times(path, {"experts"})
-    assert found is not None
+    found = times_in(tmp_path, events, {"experts"})
     assert found.stages == pytest.approx({"experts": 2.0, "communication": 7.0})
 
 
